@@ -1,0 +1,467 @@
+"""The CPU backend: encode, decode and apply groups with a pool of threads.
+
+Memory: encode holds a few pieces and the frames of one group; decode holds the columns of what it was given. Kernels and codecs
+release the GIL, so threads run side by side.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+
+from deltackpt import codec as codecs
+from deltackpt.codec import Bytes
+from deltackpt.digest import U64
+from deltackpt.errors import ConfigError, FormatError
+from deltackpt.kernels import (
+    READ,
+    SET,
+    U8,
+    XOR,
+    Columns,
+    Extracted,
+    Slice,
+    check,
+    extract,
+    fingerprint,
+    require_counts,
+    slices,
+    use_jit,
+)
+from deltackpt.kernels import (
+    apply as apply_slice,
+)
+from deltackpt.layout import Layout, Segments
+from deltackpt.shard import (
+    COUNTS,
+    DENSE,
+    GAP,
+    MASK,
+    MASK_FRAME,
+    PLANE_FRAME,
+    VALUE,
+    EncodedGroup,
+    Frame,
+)
+
+__all__ = [
+    "READ",
+    "SET",
+    "XOR",
+    "Staged",
+    "apply",
+    "decode",
+    "decode_group",
+    "encode",
+    "fingerprints",
+    "pack",
+]
+
+PIECE = 16 << 20
+"""Bytes of weights per task: long enough to hide the cost of a task, short enough to keep all threads busy."""
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@lru_cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="deltackpt")
+
+
+# Threads do not survive a fork.
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def default_threads() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def in_order(work: Callable[[A], B], items: Iterable[A], threads: int | None) -> Iterator[B]:
+    """Yield work(item) in order while at most a few more than `threads` items are under way."""
+    threads = threads or default_threads()
+    if threads == 1:
+        yield from map(work, items)
+        return
+    pool, waiting = _pool(threads), deque[Future[B]]()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > threads + 2:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # After an error nothing may go on writing to memory that the caller is about to free.
+        for future in waiting:
+            future.cancel()
+        for future in waiting:
+            if not future.cancelled():
+                future.exception()
+
+
+def row_addresses(segments: Segments, tensors: U64) -> U64:
+    """Return the address of each row, given the address of each tensor."""
+    return tensors[segments.tensor] + (segments.start * segments.width).astype(np.uint64)
+
+
+# ---------------------------------------------------------------- encode
+
+
+class _Plane:
+    """Bytes of one plane, waiting to be cut into frames of equal size."""
+
+    def __init__(self, frame: int) -> None:
+        self.frame, self.waiting, self.nbytes = frame, [np.empty(0, np.uint8)], 0
+
+    def add(self, more: U8) -> Iterator[U8]:
+        self.waiting.append(more)
+        self.nbytes += len(more)
+        if self.nbytes >= self.frame:
+            joined = np.concatenate(self.waiting)
+            whole = self.nbytes // self.frame * self.frame
+            yield from joined[:whole].reshape(-1, self.frame)
+            self.waiting, self.nbytes = [joined[whole:].copy()], self.nbytes - whole
+
+    def rest(self) -> Iterator[U8]:
+        if self.nbytes:
+            yield np.concatenate(self.waiting)
+
+
+def encode(
+    layout: Layout,
+    old: U64,
+    new: U64,
+    *,
+    codec: str = "zstd",
+    form: str = "sparse",
+    threads: int | None = None,
+) -> Iterator[EncodedGroup]:
+    """Yield the groups in which two copies of the tensors differ.
+
+    old, new: u64 address of each tensor's contiguous bytes, in layout order; the caller keeps them alive and unchanged.
+    codec: of the frames; with form "mask" the inner codec, and zstd around it. form: "sparse" or "mask".
+    """
+    if codec not in codecs.NAMES or codec == "ans":
+        raise ConfigError(f"codec {codec!r} is unknown; expected one of {' '.join(codecs.NAMES[:-1])}")
+    if form not in ("sparse", "mask"):
+        raise ConfigError(f"form {form!r} is unknown; expected sparse or mask")
+    number, jit = codecs.NAMES.index(codec), use_jit(layout.total_bytes)
+    pieces = [(g, piece) for g, group in enumerate(layout.groups) for piece in group.cut(PIECE)]
+
+    def compare(item: tuple[int, Segments]) -> tuple[int, Segments, Extracted]:
+        group, piece = item
+        return (
+            group,
+            piece,
+            extract(piece, row_addresses(piece, old), row_addresses(piece, new), jit=jit),
+        )
+
+    group: _Group | None = None
+    for g, piece, extracted in in_order(compare, pieces, threads):
+        if group is None or group.number != g:
+            if group is not None and (done := group.finish()):
+                yield done
+            make = _SparseGroup if form == "sparse" else _MaskGroup
+            group = make(g, layout, number, threads or default_threads())
+        group.add(piece, extracted)
+    if group is not None and (done := group.finish()):
+        yield done
+
+
+class _Group:
+    """A group that is being encoded: pieces come in order, frames are compressed as soon as they are full."""
+
+    def __init__(self, number: int, layout: Layout, codec: int, threads: int) -> None:
+        self.number, self.layout, self.codec, self.threads = number, layout, codec, threads
+        self.frames: list[tuple[int, int, Future[Frame] | Frame]] = []
+        self.fingerprints = np.zeros(len(layout.names), np.uint64)
+        self.touched = np.zeros(len(layout.names), bool)
+        self.changed = 0
+
+    def add(self, piece: Segments, extracted: Extracted) -> None:
+        rows = np.flatnonzero(extracted.changed)
+        self.changed += int(extracted.changed.sum())
+        tensors = piece.tensor[rows]
+        self.fingerprints[tensors] += extracted.fingerprints[rows]
+        self.touched[tensors] = True
+
+    def compress(self, plane: int, block: int, raw: U8) -> None:
+        outer = plane == MASK and self.codec in (codecs.DEFLATE, codecs.LZ4, codecs.SNAPPY)
+        if self.threads == 1:
+            self.frames.append((plane, block, _compress(plane, block, self.codec, raw, outer)))
+        else:
+            task = _pool(self.threads).submit(_compress, plane, block, self.codec, raw, outer)
+            self.frames.append((plane, block, task))
+
+    def finish(self) -> EncodedGroup | None:
+        if not self.changed:
+            return None
+        self.flush()
+        # Stable: frames of a plane stay in order.
+        ordered = sorted(self.frames, key=lambda f: f[0])
+        frames = tuple(f if isinstance(f, Frame) else f.result() for _, _, f in ordered)
+        tensor = np.flatnonzero(self.touched)
+        return EncodedGroup(self.number, frames, tensor, self.fingerprints[tensor], self.changed)
+
+    def flush(self) -> None:
+        raise AssertionError("a form flushes its own planes")
+
+
+def _compress(plane: int, block: int, codec: int, raw: U8, outer: bool) -> Frame:
+    used, stored = codecs.encode(codec, raw)
+    wrap = codecs.RAW
+    if outer and used != codecs.RAW:
+        wrap, stored = codecs.encode(codecs.ZSTD, stored)
+    return Frame(plane, block, used, wrap, len(raw), stored)
+
+
+class _SparseGroup(_Group):
+    def __init__(self, number: int, layout: Layout, codec: int, threads: int) -> None:
+        super().__init__(number, layout, codec, threads)
+        width = layout.groups[number].width
+        planes = [COUNTS, GAP, GAP + 1, *range(VALUE, VALUE + width), *range(DENSE, DENSE + width)]
+        self.planes = {plane: _Plane(PLANE_FRAME) for plane in planes}
+
+    def add(self, piece: Segments, extracted: Extracted) -> None:
+        super().add(piece, extracted)
+        self.feed(extracted.columns)
+
+    def feed(self, columns: Columns) -> None:
+        self._feed(COUNTS, columns.counts.astype("<u2").view(np.uint8))
+        for first, planes in ((GAP, columns.gaps), (VALUE, columns.values), (DENSE, columns.dense)):
+            for i, plane in enumerate(planes):
+                self._feed(first + i, plane)
+
+    def _feed(self, plane: int, more: U8) -> None:
+        for raw in self.planes[plane].add(more):
+            self.compress(plane, 0, raw)
+
+    def flush(self) -> None:
+        for plane, waiting in self.planes.items():
+            for raw in waiting.rest():
+                self.compress(plane, 0, raw)
+
+
+class _MaskGroup(_Group):
+    def __init__(self, number: int, layout: Layout, codec: int, threads: int) -> None:
+        super().__init__(number, layout, codec, threads)
+        self.mask, self.block = _Plane(MASK_FRAME), 0
+
+    def add(self, piece: Segments, extracted: Extracted) -> None:
+        super().add(piece, extracted)
+        mask = np.zeros(piece.nbytes, np.uint8)
+        rows = _row_offsets(piece) + np.uint64(mask.__array_interface__["data"][0])
+        jit = use_jit(self.layout.total_bytes)
+        apply_slice(Slice(piece, 0, 0, 0), rows, extracted.columns, jit=jit)
+        for raw in self.mask.add(mask):
+            self._store(raw)
+
+    def _store(self, raw: U8) -> None:
+        if raw.any():
+            self.compress(MASK, self.block, raw)
+        self.block += 1
+
+    def flush(self) -> None:
+        for raw in self.mask.rest():
+            self._store(raw)
+
+
+def pack(layout: Layout, staged: Staged) -> EncodedGroup:
+    """Lay columns out as raw frames: the form in which a redo journal keeps new values."""
+    group = _SparseGroup(staged.group, layout, codecs.RAW, threads=1)
+    group.feed(staged.columns)
+    group.changed = int(np.count_nonzero(staged.columns.counts))
+    packed = group.finish()
+    assert packed is not None, "a staged group holds a change"
+    return packed
+
+
+def _row_offsets(segments: Segments) -> U64:
+    """Offset of each row when the rows lie back to back."""
+    sizes = segments.count * segments.width
+    return (np.cumsum(sizes) - sizes).astype(np.uint64)
+
+
+# ---------------------------------------------------------------- decode
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A decoded and checked group, ready to be applied."""
+
+    group: int
+    columns: Columns
+
+
+def decode(layout: Layout, groups: Iterable[EncodedGroup], *, threads: int | None = None) -> list[Staged]:
+    """Decode encoded groups; raises FormatError for columns that do not fit the layout."""
+    return [decode_group(layout, g.group, g.frames, threads=threads) for g in groups]
+
+
+def decode_group(layout: Layout, group: int, frames: Sequence[Frame], *, threads: int | None = None) -> Staged:
+    """Decode the frames of a group, sorted by plane and place, into checked columns.
+
+    Nothing is allocated before the sizes that the frames announce have been held against the layout.
+    """
+    segments = layout.groups[group]
+    try:
+        if frames and frames[0].plane == MASK:
+            columns = _decode_mask(segments, frames, threads, use_jit(layout.total_bytes))
+        else:
+            columns = _decode_planes(segments, frames, threads)
+            jit = use_jit(layout.total_bytes)
+            for _ in in_order(lambda s: check(s, columns, jit=jit), slices(segments, columns, PIECE), threads):
+                pass
+        if not np.any(columns.counts):
+            raise FormatError("it holds no change")
+    except FormatError as exc:
+        raise FormatError(f"group {group} ({layout.group_names(group)}): {exc}") from exc
+    return Staged(group, columns)
+
+
+def _decompress(frame: Frame) -> Bytes:
+    stored = frame.stored
+    if frame.outer == codecs.ZSTD:
+        # No inner codec grows a frame by more than this.
+        stored = codecs.decode_bounded(stored, frame.raw + frame.raw // 6 + 64)
+    elif frame.outer != codecs.RAW:
+        raise FormatError(f"outer codec number {frame.outer} is unknown")
+    return codecs.decode(frame.codec, stored, frame.raw)
+
+
+def _decode_planes(segments: Segments, frames: Sequence[Frame], threads: int | None) -> Columns:
+    width = segments.width
+    of_plane: dict[int, list[Frame]] = {}
+    for frame in frames:
+        of_plane.setdefault(frame.plane, []).append(frame)
+    expected = {COUNTS, GAP, GAP + 1, *range(VALUE, VALUE + width), *range(DENSE, DENSE + width)}
+    if not set(of_plane) <= expected:
+        raise FormatError(f"planes {sorted(of_plane)} where {sorted(expected)} are possible")
+    counts = np.empty(2 * segments.tiles, np.uint8)
+    _fill({COUNTS: counts}, of_plane, threads)
+    columns_counts = counts.view("<u2")
+    k, d = require_counts(segments.tile_lengths(), columns_counts)
+    sizes = {p: k for p in (GAP, GAP + 1, *range(VALUE, VALUE + width))}
+    sizes |= {p: d for p in range(DENSE, DENSE + width)}
+    for plane, nbytes in sizes.items():
+        _require_frames(plane, of_plane.get(plane, []), nbytes)
+    gaps, values, dense = (
+        np.empty((2, k), np.uint8),
+        np.empty((width, k), np.uint8),
+        np.empty((width, d), np.uint8),
+    )
+    rows = {GAP + i: gaps[i] for i in range(2)}
+    rows |= {VALUE + i: values[i] for i in range(width)} | {DENSE + i: dense[i] for i in range(width)}
+    _fill(rows, of_plane, threads)
+    return Columns(columns_counts, gaps, values, dense)
+
+
+def _require_frames(plane: int, frames: Sequence[Frame], nbytes: int) -> None:
+    """Raise FormatError unless the frames are cut as the format says and hold `nbytes` together."""
+    whole, rest = divmod(nbytes, PLANE_FRAME)
+    due = [PLANE_FRAME] * whole + [rest] * (rest > 0)
+    if [f.raw for f in frames] != due or any(f.block for f in frames):
+        raise FormatError(f"plane {plane}: frames hold {sum(f.raw for f in frames)} bytes, the counts demand {nbytes}")
+
+
+def _fill(rows: dict[int, U8], of_plane: dict[int, list[Frame]], threads: int | None) -> None:
+    """Decode the frames of each plane into its row."""
+    tasks: list[tuple[U8, Frame]] = []
+    for plane, row in rows.items():
+        frames = of_plane.get(plane, [])
+        _require_frames(plane, frames, len(row))
+        tasks += [(row[i * PLANE_FRAME :][: f.raw], f) for i, f in enumerate(frames)]
+
+    def work(task: tuple[U8, Frame]) -> None:
+        row, frame = task
+        row[:] = np.frombuffer(_decompress(frame), np.uint8)
+
+    for _ in in_order(work, tasks, threads):
+        pass
+
+
+def _decode_mask(segments: Segments, frames: Sequence[Frame], threads: int | None, jit: bool) -> Columns:
+    """Decode a mask into columns, so that there is one way to apply."""
+    whole, rest = divmod(segments.nbytes, MASK_FRAME)
+    blocks = [f.block for f in frames]
+    for frame in frames:
+        if frame.plane != MASK or frame.raw != (MASK_FRAME if frame.block < whole else rest) or not frame.raw:
+            raise FormatError(f"mask frame {frame.block}: {frame.raw} bytes announced, or it lies outside the group")
+    if any(a >= b for a, b in zip(blocks, blocks[1:], strict=False)):
+        raise FormatError("mask frames are not sorted")
+    mask = np.zeros(segments.nbytes, np.uint8)
+
+    def work(frame: Frame) -> None:
+        row = mask[frame.block * MASK_FRAME :][: frame.raw]
+        row[:] = np.frombuffer(_decompress(frame), np.uint8)
+
+    for _ in in_order(work, frames, threads):
+        pass
+    pieces = list(segments.cut(PIECE))
+    zeros = np.zeros(max(int((p.count * p.width).max()) for p in pieces), np.uint8)
+    begins = np.cumsum([0] + [p.nbytes for p in pieces[:-1]])
+
+    def columns_of(item: tuple[Segments, int]) -> Columns:
+        piece, begin = item
+        here = _row_offsets(piece) + np.uint64(mask[begin:].__array_interface__["data"][0])
+        nothing = np.full(len(here), zeros.__array_interface__["data"][0], np.uint64)
+        return extract(piece, nothing, here, jit=jit).columns
+
+    found = list(in_order(columns_of, zip(pieces, begins.tolist(), strict=True), threads))
+    return Columns(
+        np.concatenate([c.counts for c in found]),
+        np.concatenate([c.gaps for c in found], axis=1),
+        np.concatenate([c.values for c in found], axis=1),
+        np.concatenate([c.dense for c in found], axis=1),
+    )
+
+
+# ---------------------------------------------------------------- apply
+
+
+def apply(
+    layout: Layout,
+    staged: Iterable[Staged],
+    tensors: U64,
+    *,
+    mode: int = XOR,
+    threads: int | None = None,
+) -> U64:
+    """Apply groups in place; returns what that added to the fingerprint of each tensor, mod 2^64.
+
+    tensors: u64 address of each tensor's contiguous bytes. mode: see kernels.apply. One thread owns a tile.
+    """
+    jit = use_jit(layout.total_bytes)
+    total = np.zeros(len(layout.names), np.uint64)
+
+    def work(item: tuple[Slice, Columns]) -> tuple[Segments, U64]:
+        piece, columns = item
+        return piece.segments, apply_slice(piece, row_addresses(piece.segments, tensors), columns, mode=mode, jit=jit)
+
+    items = ((s, g.columns) for g in staged for s in slices(layout.groups[g.group], g.columns, PIECE))
+    for segments, fp in in_order(work, items, threads):
+        total[segments.tensor] += fp
+    return total
+
+
+def fingerprints(layout: Layout, tensors: U64, *, threads: int | None = None) -> U64:
+    """Return the fingerprint of each tensor: a full pass over memory."""
+    jit = use_jit(layout.total_bytes)
+    total = np.zeros(len(layout.names), np.uint64)
+
+    def work(piece: Segments) -> tuple[Segments, U64]:
+        return piece, fingerprint(piece, row_addresses(piece, tensors), jit=jit)
+
+    pieces = (piece for group in layout.groups for piece in group.cut(PIECE))
+    for segments, fp in in_order(work, pieces, threads):
+        total[segments.tensor] += fp
+    return total

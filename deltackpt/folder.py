@@ -1,0 +1,715 @@
+"""CheckpointTarget: a checkpoint folder on disk that is brought from version to version.
+
+Three modes. `switch`: immutable folders `v<version>` and an atomic link `current`. `replace`: new files are built beside the
+old ones and renamed under a journal that a later start rolls forward. `in-place`: new values are written into the files
+under a redo journal of absolute values, so that replaying it twice does no harm. No mode writes through a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from deltackpt import backend
+from deltackpt.backend import READ, SET, Staged
+from deltackpt.chain import Plan, Step
+from deltackpt.checkpoint import (
+    Checkpoint,
+    Folder,
+    Run,
+    addresses,
+    copy_runs,
+    create_file,
+    index_bytes,
+    mapped,
+    open_folder,
+    placed,
+    replace_file,
+    sync_file,
+)
+from deltackpt.digest import U64, sha256, state_fingerprint
+from deltackpt.errors import Busy, ChainError, ConfigError, DeltaError, IntegrityError, Poisoned
+from deltackpt.kernels import fingerprint, view
+from deltackpt.layout import Layout, Segments
+from deltackpt.manifest import LEVEL, Placement, Shard, decode
+from deltackpt.reader import Delta, Fetched, Reader, compare_fingerprints, named
+from deltackpt.shard import assemble, parse_index
+from deltackpt.store import LocalStore, Store, store_error, sync_folder
+
+OWN = ".deltackpt"
+"""Folder of this package inside a target."""
+_STATE = "state.json"
+_KEEP = 2
+"""Versions that switch mode keeps: readers of the one before `current` may still be at work."""
+_COPY = 64 << 20
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """An apply that has begun. moves: (from, to) below the folder; removes: files to unlink; redo: journal of in-place mode."""
+
+    version: int
+    moves: tuple[tuple[str, str], ...] = ()
+    removes: tuple[str, ...] = ()
+    redo: str | None = None
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What a folder holds. fingerprints: u64 of each tensor; stamp: (name, size, mtime in ns) of each weight file.
+
+    pending: set from before the first change of the folder until it is whole again; then `next_` is what it becomes.
+    """
+
+    format: int
+    store_id: str
+    lineage: str
+    version: int
+    manifest: str
+    layout: str
+    placement: str
+    fingerprints: bytes
+    stamp: tuple[tuple[str, int, int], ...]
+    pending: Pending | None = None
+    next_: Record | None = msgspec.field(default=None, name="next")
+
+    def table(self) -> U64:
+        """Fingerprint of each tensor."""
+        return np.frombuffer(self.fingerprints, "<u8").astype(np.uint64)
+
+
+def read_record(path: str) -> Record | None:
+    """Return the record of a folder, None where there is none."""
+    try:
+        with open(os.path.join(path, OWN, _STATE), "rb") as file:
+            return decode(file.read(), Record, f"{path}/{OWN}/{_STATE}")
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise store_error(exc, f"reading {path}/{OWN}/{_STATE}") from exc
+
+
+def _write_record(path: str, record: Record) -> None:
+    replace_file(os.path.join(path, OWN, _STATE), msgspec.json.encode(record) + b"\n")
+
+
+class CheckpointTarget:
+    """A checkpoint folder as the target of a follower.
+
+    mode: "replace", "switch" or "in-place". lock: a file on a local disk to lock instead of the folder, for
+    filesystems that cannot lock. Between `open` and `close` no other process may change the folder (Busy).
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mode: Literal["replace", "switch", "in-place"] = "replace",
+        lock: str | None = None,
+    ) -> None:
+        if mode not in ("replace", "switch", "in-place"):
+            raise ConfigError(f"mode {mode!r} is unknown; expected replace, switch or in-place")
+        self.path, self.mode, self._lock_path = os.path.abspath(path), mode, lock
+        self._lock: int | None = None
+        self._made = False
+        self.record: Record | None = None
+        self._held: Folder | None = None
+
+    # ------------------------------------------------------------ lock
+
+    def _acquire(self) -> None:
+        if self._lock is not None:
+            return
+        try:
+            if not os.path.isdir(self.path):
+                os.makedirs(self.path)
+                self._made = True
+            if self._lock_path is None:
+                fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            else:
+                fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as exc:
+            raise store_error(exc, f"opening {self.path}") from exc
+        try:
+            # The kernel drops this lock when the holder dies, and only then.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(fd)
+            if exc.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise Busy(f"{self.path} is held by another process; wait for it to end") from exc
+            raise ConfigError(
+                f"{self._lock_path or self.path} cannot be locked ({exc.strerror}); "
+                "name a file on a local disk with --lock"
+            ) from exc
+        self._lock = fd
+
+    def close(self) -> None:
+        """Release the folder. One that `open` made and nothing was put into is removed."""
+        if self._lock is not None:
+            if self._made:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.path)
+            os.close(self._lock)
+            self._lock = None
+
+    # ------------------------------------------------------------ open
+
+    @property
+    def current(self) -> str:
+        """Folder that holds the weights: the target itself, or where `current` points."""
+        return os.path.join(self.path, "current") if self.mode == "switch" else self.path
+
+    def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
+        """Lock the folder, finish what an interrupted apply left, and return the version that it is proven to hold.
+
+        None: it holds no weights. With reseed, weights of no version count as none. Raises Busy; ChainError
+        naming a tensor where the folder holds something else.
+        """
+        self._acquire()
+        self._require_mode()
+        self._recover(reader)
+        self.record = read_record(self.current)
+        try:
+            return self._identify(reader)
+        except DeltaError:
+            if not reseed:
+                raise
+            self.record, self._held = None, None
+            return None
+
+    def _require_mode(self) -> None:
+        link = os.path.join(self.path, "current")
+        names = [n for n in os.listdir(self.path) if n != OWN]
+        if self.mode == "switch" and names and not os.path.islink(link):
+            if all(n.startswith((".", "v")) for n in names):
+                return
+            raise ConfigError(f"{self.path} is a plain folder; switch mode needs an empty one, or use --mode replace")
+        if self.mode != "switch" and os.path.islink(link):
+            raise ConfigError(f"{self.path} was made by switch mode; use --mode switch")
+
+    def _identify(self, reader: Reader) -> int | None:
+        record = self.record
+        if record is None and not _has_weights(self.current):
+            return None
+        self._held = folder = open_folder(self.current)
+        if record is not None and record.store_id != reader.info.store_id:
+            raise ChainError(f"{self.path} follows store {record.store_id}, this is {reader.info.store_id}; --reseed")
+        if record is None:
+            return self._adopt(reader, folder)
+        layout = folder.checkpoint.layout
+        if record.stamp != folder.stamp:
+            if layout.digest != record.layout:
+                raise ChainError(
+                    f"{self.path}: its files no longer hold the tensors of version {record.version}; --reseed"
+                )
+            wrong = compare_fingerprints(layout, fingerprint_folder(folder, reader.threads), record.table())
+            if wrong:
+                raise ChainError(
+                    f"{self.path}: {named(wrong)} differs from version {record.version}; --reseed replaces it"
+                )
+        entry = reader.history.get(record.version)
+        if entry is not None and entry.digest != record.manifest:
+            raise ChainError(f"{self.path} holds version {record.version} of another stream; --reseed")
+        return record.version
+
+    def _adopt(self, reader: Reader, folder: Folder) -> int | None:
+        layout = folder.checkpoint.layout
+        table = fingerprint_folder(folder, reader.threads)
+        version = reader.identify(layout.digest, state_fingerprint(layout.weights, table))
+        if version is None:
+            raise ChainError(
+                f"{self.path} holds no version of this store: {difference(reader, layout, table)}; --reseed replaces it"
+            )
+        self.record = make_record(reader, version, table, folder.stamp, placement="")
+        return version
+
+    # ------------------------------------------------------------ recovery
+
+    def _recover(self, reader: Reader) -> None:
+        """Roll an interrupted apply forward; remove what an interrupted stage left."""
+        record = read_record(self.path)
+        if record is not None and record.pending is not None:
+            if record.pending.redo is not None:
+                self._replay(reader, record)
+            else:
+                self._finish_moves(record)
+        try:
+            for entry in os.scandir(self._own()):
+                if entry.name != _STATE:
+                    shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            raise store_error(exc, f"cleaning {self._own()}") from exc
+
+    def _own(self) -> str:
+        return os.path.join(self.path, OWN)
+
+    def _finish_moves(self, record: Record) -> None:
+        """Make all moves of a pending replace that are not made yet, then declare the folder clean."""
+        pending, after = record.pending, record.next_
+        assert pending is not None
+        assert after is not None
+        try:
+            for source, target in pending.moves:
+                staged = os.path.join(self.path, source)
+                if os.path.lexists(staged):
+                    os.makedirs(os.path.dirname(os.path.join(self.path, target)), exist_ok=True)
+                    _rename(staged, os.path.join(self.path, target))
+            for name in pending.removes:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self.path, name))
+            for folder in {os.path.dirname(os.path.join(self.path, t)) for _, t in pending.moves} | {self.path}:
+                sync_folder(folder)
+        except OSError as exc:
+            raise store_error(exc, f"replacing files in {self.path}") from exc
+        _write_record(self.path, after)
+
+    def _replay(self, reader: Reader, record: Record) -> None:
+        """Write the new values of a pending in-place apply, again or for the first time, and check all."""
+        pending, after = record.pending, record.next_
+        assert pending is not None
+        assert pending.redo is not None
+        assert after is not None
+        folder, layout = open_folder(self.path), reader.layout(record.layout)
+        if folder.checkpoint.layout.digest != record.layout:
+            raise Poisoned(f"{self.path}: an apply was interrupted and its files no longer fit; --reseed")
+        self._set_values(folder, _read_redo(os.path.join(self._own(), pending.redo), reader, record.layout))
+        wrong = compare_fingerprints(layout, fingerprint_folder(folder, reader.threads), after.table())
+        if wrong:
+            raise Poisoned(f"{self.path}: {named(wrong)} is damaged after an interrupted apply; --reseed")
+        stamp = open_folder(self.path).stamp
+        _write_record(self.path, msgspec.structs.replace(after, stamp=stamp))
+
+    def _set_values(self, folder: Folder, staged: Sequence[Staged]) -> None:
+        files = range(len(folder.checkpoint.placement.files))
+        with mapped([folder.file_path(n) for n in files], writable=True) as maps:
+            backend.apply(folder.checkpoint.layout, staged, addresses(folder.checkpoint, maps), mode=SET)
+        for n in files:
+            sync_file(folder.file_path(n))
+
+    # ------------------------------------------------------------ stage
+
+    def stage(self, reader: Reader, plan: Plan) -> StagedFolder | StagedValues:
+        """Fetch, check and build what leads to plan.version; the folder's own files are not touched."""
+        if self.mode == "in-place" and plan.anchor is None and plan.steps:
+            assert self._held is not None
+            return StagedValues(self, reader, plan, self._held)
+        return StagedFolder(self, reader, plan)
+
+    def commit(self, record: Record) -> None:
+        """Take over a new record after an apply."""
+        self.record, self._made = record, False
+        self._held = open_folder(self.current)
+
+    def make_own(self, path: str) -> None:
+        """Make this package's folder inside `path`."""
+        try:
+            os.makedirs(os.path.join(path, OWN), exist_ok=True)
+        except OSError as exc:
+            raise store_error(exc, f"writing {path}/{OWN}") from exc
+
+
+def _has_weights(path: str) -> bool:
+    return os.path.isdir(path) and any(
+        n.endswith((".safetensors", ".safetensors.index.json")) and not n.startswith(".") for n in os.listdir(path)
+    )
+
+
+def _rename(source: str, target: str) -> None:
+    """Rename; across filesystems copy beside the target first, so that the final name is never a partial file."""
+    try:
+        os.replace(source, target)
+    except OSError as exc:
+        if exc.errno != errno.EXDEV:
+            raise
+        beside = f"{target}.{secrets.token_hex(4)}.tmp"
+        shutil.copy2(source, beside)
+        sync_file(beside)
+        os.replace(beside, target)
+        os.unlink(source)
+
+
+def fingerprint_folder(folder: Folder, threads: int | None = None) -> U64:
+    """Return the fingerprint of each tensor: a full pass over the files."""
+    checkpoint = folder.checkpoint
+    with mapped([folder.file_path(n) for n in range(len(checkpoint.placement.files))]) as files:
+        return backend.fingerprints(checkpoint.layout, addresses(checkpoint, files), threads=threads)
+
+
+def difference(reader: Reader, layout: Layout, table: U64) -> str:
+    """Say how weights of no version differ from the nearest anchor."""
+    best: tuple[int, str] | None = None
+    for version in sorted(reader.anchors()):
+        theirs = reader.layout(reader.manifest(version).layout)
+        try:
+            theirs.require_same(layout)
+        except ConfigError as exc:
+            best = best or (len(table), str(exc).split(";")[0])
+            continue
+        wrong = compare_fingerprints(theirs, table, reader.anchor(version).fingerprints)
+        if best is None or len(wrong) < best[0]:
+            best = (
+                len(wrong),
+                f"{named(wrong)} differs from version {version} ({len(wrong)} of {len(table)} tensors)",
+            )
+    return best[1] if best else "it has no anchor to compare with"
+
+
+def make_record(
+    reader: Reader,
+    version: int,
+    table: U64,
+    stamp: tuple[tuple[str, int, int], ...],
+    *,
+    placement: str,
+) -> Record:
+    """Return the record of a folder that holds a version."""
+    entry = reader.history[version]
+    manifest = entry.manifest
+    return Record(
+        LEVEL, manifest.store_id, manifest.lineage, version, entry.digest, manifest.layout,
+        placement, table.astype("<u8").tobytes(), stamp,
+    )  # fmt: skip
+
+
+class _Source:
+    """Where the copied bytes come from: the target's own files or an anchor's."""
+
+    def __init__(self, target: CheckpointTarget, reader: Reader, plan: Plan) -> None:
+        if plan.anchor is None:
+            held, record = target._held, target.record
+            assert held is not None
+            assert record is not None
+            self.store: Store = LocalStore(held.path)
+            self.checkpoint = held.checkpoint
+            self.keys = tuple(f.name for f in held.checkpoint.placement.files)
+            self.table = record.table()
+            self.name = f"{target.path} differs from version {record.version}; --reseed replaces it"
+        else:
+            anchor = reader.anchor(plan.anchor)
+            self.store, self.keys, self.checkpoint = anchor.store, anchor.keys, anchor.checkpoint
+            self.table = anchor.fingerprints
+            self.name = f"the anchor of version {plan.anchor} is damaged; make another with deltackpt anchor"
+
+    def copy(self, target: Checkpoint, files: Sequence[memoryview], threads: int | None) -> None:
+        """Fill the data sections of mapped files."""
+        chunks = [(run, begin) for run in copy_runs(self.checkpoint, target) for begin in range(0, run.nbytes, _COPY)]
+
+        def work(item: tuple[Run, int]) -> None:
+            run, begin = item
+            n = min(_COPY, run.nbytes - begin)
+            out = files[run.target][run.target_offset + begin :][:n]
+            self.store.read_into(self.keys[run.source], out, offset=run.source_offset + begin)
+
+        for _ in backend.in_order(work, chunks, threads):
+            pass
+
+
+class StagedFolder:
+    """New files, built and verified beside the old ones; `apply` gives them their names."""
+
+    def __init__(self, target: CheckpointTarget, reader: Reader, plan: Plan) -> None:
+        self.target, self.version = target, plan.version
+        self.manifest = reader.manifest(plan.version)
+        self.placement = reader.placement(self.manifest)
+        root = target.path
+        target.make_own(root)
+        self.stage = os.path.join(root, OWN, f"stage-{secrets.token_hex(8)}")
+        try:
+            os.mkdir(self.stage)
+            self.built = self._needs_build(plan)
+            table = self._build(reader, plan) if self.built else _Source(target, reader, plan).table
+            self._side_files(reader)
+            self.record = make_record(reader, plan.version, table, self._stamp(), placement=self.manifest.placement)
+        except OSError as exc:
+            self.discard()
+            raise store_error(exc, f"writing {self.stage}") from exc
+        except BaseException:
+            self.discard()
+            raise
+
+    def _needs_build(self, plan: Plan) -> bool:
+        held = self.target._held
+        if self.target.mode == "switch" or plan.steps or plan.anchor is not None or held is None:
+            return True
+        return not same_split(held.checkpoint.placement, self.placement)
+
+    def _build(self, reader: Reader, plan: Plan) -> U64:
+        layout, threads = reader.layout(self.manifest.layout), reader.threads
+        checkpoint, headers = placed(layout, self.placement)
+        paths = []
+        for shard, header, nbytes in zip(self.placement.files, headers, checkpoint.nbytes, strict=True):
+            paths.append(os.path.join(self.stage, shard.name))
+            create_file(paths[-1], header, nbytes, self._mode(shard.name, shard.mode))
+        source = _Source(self.target, reader, plan)
+        table = source.table
+        with mapped(paths, writable=True) as files:
+            views = [memoryview(view(a, n)).cast("B") for a, n in zip(files, checkpoint.nbytes, strict=True)]
+            source.copy(checkpoint, views, threads)
+            where = addresses(checkpoint, files)
+            for step in plan.steps:
+                delta = reader.delta(step.version)
+                backend.apply(layout, delta.staged(threads=threads), where, threads=threads)
+                table = table + signed(delta, step)
+            found = backend.fingerprints(layout, where, threads=threads)
+        wrong = compare_fingerprints(layout, found, table)
+        if wrong:
+            raise self._explain(reader, source, layout.position[wrong[0]], wrong)
+        for path in paths:
+            sync_file(path)
+        return table
+
+    def _explain(self, reader: Reader, source: _Source, tensor: int, wrong: list[str]) -> DeltaError:
+        """Tell a wrong base from a wrong apply, by the fingerprint of the tensor that was copied."""
+        layout = source.checkpoint.layout
+        raw = np.empty(int(layout.nbytes[tensor]), np.uint8)
+        offset = int(source.checkpoint.offset[tensor])
+        source.store.read_into(
+            source.keys[int(source.checkpoint.file[tensor])],
+            memoryview(raw).cast("B"),
+            offset=offset,
+        )
+        rows = Segments(
+            int(layout.width[tensor]),
+            *(np.array([n]) for n in (tensor, 0, int(layout.count[tensor]))),
+        )
+        where = np.array([raw.__array_interface__["data"][0]], np.uint64)
+        if fingerprint(rows, where, jit=False)[0] != source.table[tensor]:
+            return ChainError(f"{named(wrong)}: {source.name}")
+        return IntegrityError(f"version {self.version}: {named(wrong)} came out wrong, nothing was changed; run again")
+
+    def _mode(self, name: str, otherwise: int) -> int:
+        """A file keeps the mode that it has in the target."""
+        try:
+            return os.stat(os.path.join(self.target.current, name)).st_mode & 0o777
+        except FileNotFoundError:
+            return otherwise
+
+    def _side_files(self, reader: Reader) -> None:
+        if self.placement.index is not None and (self.built or self.target._held is None):
+            checkpoint, _ = placed(reader.layout(self.manifest.layout), self.placement)
+            self._put(
+                self.placement.index,
+                index_bytes(checkpoint),
+                self._mode(self.placement.index, 0o644),
+            )
+        for side in self.manifest.side_files:
+            if self.target.mode == "switch" or _sha256_of(os.path.join(self.target.current, side.name)) != side.sha256:
+                self._put(side.name, reader.side_file(side), self._mode(side.name, side.mode))
+
+    def _put(self, name: str, data: bytes, mode: int) -> None:
+        path = os.path.join(self.stage, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        create_file(path, data, len(data), mode)
+        sync_file(path)
+
+    def _names(self) -> list[str]:
+        found = []
+        for folder, _, names in os.walk(self.stage):
+            found += [os.path.relpath(os.path.join(folder, n), self.stage) for n in names]
+        return sorted(found)
+
+    def _stamp(self) -> tuple[tuple[str, int, int], ...]:
+        root = self.stage if self.built else self.target.current
+        found = [(f.name, os.stat(os.path.join(root, f.name))) for f in self.placement.files]
+        return tuple(sorted((name, s.st_size, s.st_mtime_ns) for name, s in found))
+
+    def apply(self) -> None:
+        """Give the new files their names. Interrupted, it is finished by the next `open`."""
+        if self.target.mode == "switch":
+            self._switch()
+        else:
+            self._replace()
+        self.target.commit(self.record)
+
+    def _replace(self) -> None:
+        target = self.target
+        stage = os.path.relpath(self.stage, target.path)
+        moves = tuple((f"{stage}/{n}", n) for n in self._names())
+        held = target._held.checkpoint.placement if target._held else None
+        before = [f.name for f in held.files] + ([held.index] if held.index else []) if held else []
+        after = {f.name for f in self.placement.files} | {self.placement.index}
+        removes = tuple(n for n in before if n not in after)
+        start = target.record or msgspec.structs.replace(self.record, version=0, manifest="", stamp=())
+        pending = Pending(self.version, moves, removes)
+        record = msgspec.structs.replace(start, pending=pending, next_=self.record)
+        if moves or removes:
+            _write_record(target.path, record)
+            target._finish_moves(record)
+        else:
+            _write_record(target.path, self.record)
+        self.discard()
+
+    def _switch(self) -> None:
+        target = self.target
+        name = f"v{self.version}"
+        final, link = os.path.join(target.path, name), os.path.join(target.path, "current")
+        target.make_own(self.stage)
+        _write_record(self.stage, self.record)
+        try:
+            for folder, _, _ in os.walk(self.stage):
+                sync_folder(folder)
+            if os.path.lexists(link) and os.readlink(link) == name:
+                # The version is rebuilt: readers are moved to the new folder, not changed under.
+                name = f"v{self.version}.{secrets.token_hex(4)}"
+                final = os.path.join(target.path, name)
+            elif os.path.lexists(final):
+                shutil.rmtree(final)
+            os.rename(self.stage, final)
+            sync_folder(target.path)
+            temporary = os.path.join(target.path, OWN, secrets.token_hex(8))
+            os.symlink(name, temporary)
+            os.replace(temporary, link)
+            sync_folder(target.path)
+            folders = [n for n in os.listdir(target.path) if n.startswith("v") and n != name]
+            folders.sort(key=lambda n: os.stat(os.path.join(target.path, n)).st_mtime_ns)
+            for old in folders[: max(0, len(folders) - (_KEEP - 1))]:
+                shutil.rmtree(os.path.join(target.path, old))
+        except OSError as exc:
+            raise store_error(exc, f"switching {target.path} to version {self.version}") from exc
+
+    def discard(self) -> None:
+        """Remove what was built."""
+        shutil.rmtree(self.stage, ignore_errors=True)
+        own = os.path.join(self.target.path, OWN)
+        with contextlib.suppress(OSError):
+            os.rmdir(own)
+
+
+def _sha256_of(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return sha256(file.read())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def same_split(left: Placement, right: Placement) -> bool:
+    """Say whether two placements put the same tensors into the same files, modes aside."""
+
+    def plain(placement: Placement) -> Placement:
+        return msgspec.structs.replace(
+            placement, files=tuple(msgspec.structs.replace(f, mode=0) for f in placement.files)
+        )
+
+    return plain(left) == plain(right)
+
+
+def signed(delta: Delta, step: Step) -> U64:
+    """Return what walking a step adds to each fingerprint."""
+    return np.zeros_like(delta.fingerprints) - delta.fingerprints if step.undo else delta.fingerprints
+
+
+class StagedValues:
+    """Checked deltas for in-place mode; `apply` goes from version to version, each one under its own journal."""
+
+    def __init__(self, target: CheckpointTarget, reader: Reader, plan: Plan, held: Folder) -> None:
+        self.target, self.reader, self.plan, self.version = target, reader, plan, plan.version
+        manifest = reader.manifest(plan.version)
+        if not same_split(held.checkpoint.placement, reader.placement(manifest)):
+            raise ConfigError(
+                f"version {plan.version} is split into other files; in-place cannot do that, use --mode replace"
+            )
+        for number in range(len(held.checkpoint.placement.files)):
+            info = os.lstat(held.file_path(number))
+            if stat.S_ISLNK(info.st_mode) or info.st_nlink > 1:
+                raise ConfigError(
+                    f"{held.file_path(number)} is a link, and writing in place would change it under its other name; "
+                    "use --mode replace"
+                )
+        self.deltas = [reader.delta(step.version) for step in plan.steps]
+        for delta in self.deltas:
+            for _ in delta.staged(threads=reader.threads):
+                pass  # decoded once before anything is touched, so that a bad payload is harmless
+
+    def apply(self) -> None:
+        """Write the new values. Interrupted, it is finished by the next `open`."""
+        target, held = self.target, self.target._held
+        assert held is not None
+        assert target.record is not None
+        layout, table = held.checkpoint.layout, target.record.table()
+        wrong = compare_fingerprints(layout, fingerprint_folder(held, self.reader.threads), table)
+        if wrong:
+            raise ChainError(
+                f"{target.path}: {named(wrong)} differs from version {target.record.version}; --reseed replaces it"
+            )
+        for step, delta in zip(self.plan.steps, self.deltas, strict=True):
+            table = table + signed(delta, step)
+            manifest = self.reader.manifest(step.version)
+            reached = manifest.base if step.undo else step.version
+            assert reached is not None
+            self._write(
+                held,
+                delta,
+                make_record(self.reader, reached, table, (), placement=manifest.placement),
+            )
+        last = make_record(
+            self.reader,
+            self.version,
+            table,
+            open_folder(target.path).stamp,
+            placement=target.record.placement,
+        )
+        wrong = compare_fingerprints(layout, fingerprint_folder(held, self.reader.threads), table)
+        if wrong:
+            raise Poisoned(f"{target.path}: {named(wrong)} came out wrong in version {self.version}; --reseed")
+        _write_record(target.path, last)
+        target.commit(last)
+
+    def _write(self, held: Folder, delta: Delta, after: Record) -> None:
+        """One delta: new values into the journal, then into the files."""
+        target, layout = self.target, held.checkpoint.layout
+        assert target.record is not None
+        staged = list(delta.staged(threads=self.reader.threads))
+        files = [held.file_path(n) for n in range(len(held.checkpoint.placement.files))]
+        with mapped(files) as maps:
+            # READ turns flips into new values and leaves the files alone.
+            change = backend.apply(layout, staged, addresses(held.checkpoint, maps), mode=READ)
+        expected = after.table() - target.record.table()
+        if wrong := compare_fingerprints(layout, change, expected):
+            raise ChainError(
+                f"{target.path}: {named(wrong)} differs from version {target.record.version}; --reseed replaces it"
+            )
+        target.make_own(target.path)
+        redo = f"redo-{secrets.token_hex(8)}"
+        image = assemble("redo/journal", [backend.pack(layout, s) for s in staged])
+        path = os.path.join(target.path, OWN, redo)
+        try:
+            with open(path, "xb") as file:
+                file.write(msgspec.json.encode(image.shard) + b"\n")
+                file.writelines(image.parts)
+                file.flush()
+                os.fsync(file.fileno())
+            sync_folder(os.path.dirname(path))
+        except OSError as exc:
+            raise store_error(exc, f"writing {path}") from exc
+        pending = Pending(after.version, redo=redo)
+        _write_record(target.path, msgspec.structs.replace(target.record, pending=pending, next_=after))
+        target._set_values(held, staged)
+        target.record = msgspec.structs.replace(after, stamp=open_folder(target.path).stamp)
+        _write_record(target.path, target.record)
+        os.unlink(path)
+
+    def discard(self) -> None:
+        """Nothing to remove: staged deltas are only in memory."""
+
+
+def _read_redo(path: str, reader: Reader, layout_digest: str) -> list[Staged]:
+    layout = reader.layout(layout_digest)
+    with open(path, "rb") as file:
+        head = file.readline()
+        data = memoryview(file.read())
+    shard = decode(head, Shard, path)
+    fetched = Fetched(shard, parse_index(shard, data, layout), data)
+    reader.check_frames(fetched)
+    groups = np.unique(fetched.index.frames["group"]).tolist()
+    return [backend.decode_group(layout, g, fetched.frames(g)) for g in groups]

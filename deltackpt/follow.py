@@ -1,0 +1,175 @@
+"""Followers: look for a newer version, stage it while the target is in use, apply it in a short moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from deltackpt.chain import Plan
+from deltackpt.errors import ChainError, NotFound, Unavailable
+from deltackpt.reader import Reader
+from deltackpt.store import open_store
+
+POLL_S = 1.0
+"""Seconds between two looks for a new version."""
+
+
+class Staging(Protocol):
+    """A version that is fetched, decoded and checked."""
+
+    def apply(self) -> None:
+        """Bring the target to the version."""
+
+    def discard(self) -> None:
+        """Forget it; the target is as before."""
+
+
+class Target(Protocol):
+    """What holds the weights of a follower."""
+
+    def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
+        """Return the version that the target is proven to hold; None: reseed."""
+
+    def stage(self, reader: Reader, plan: Plan) -> Staging:
+        """Fetch and check what the plan needs, touching nothing."""
+
+    def close(self) -> None:
+        """Release the target."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A staged version. previous: what the target holds now; times: fetch_ms and process_ms together as stage_ms."""
+
+    version: int
+    previous: int | None
+    plan: Plan
+    staging: Staging
+    times: dict[str, float]
+
+    def apply(self) -> int:
+        """Bring the target to the version in place; the only moment sampling must stand still.
+
+        Returns the version. Raises IntegrityError when the target was left as it was, Poisoned when not.
+        """
+        began = time.perf_counter()
+        self.staging.apply()
+        self.times["apply_ms"] = (time.perf_counter() - began) * 1e3
+        return self.version
+
+    def discard(self) -> None:
+        """Forget the version; the target is as before."""
+        self.staging.discard()
+
+
+class Follower:
+    """Follows the store at `url` with one target. Not for use by several threads at once."""
+
+    def __init__(
+        self,
+        url: str,
+        target: Target,
+        *,
+        anchor_source: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.target = target
+        self.reader = Reader(open_store(url), anchor_source=anchor_source, threads=threads)
+
+    def close(self) -> None:
+        """Release the target."""
+        self.target.close()
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def prepare(
+        self, version: int | None = None, *, wait_s: float | None = None, reseed: bool = False
+    ) -> Prepared | None:
+        """Fetch, verify and decode `version`, or the newest one; weights are not touched.
+
+        wait_s: how long to wait for something new; None: not at all. reseed: weights of no version may be replaced.
+        Returns None when the target holds the version already. Raises ChainError when no chain leads to it.
+        """
+        deadline = time.monotonic() + (wait_s or 0.0)
+        while True:
+            if not self.reader.history:
+                self.reader.load()
+            else:
+                self.reader.refresh()
+            if self.reader.head is None:
+                if time.monotonic() >= deadline:
+                    raise NotFound(f"{self.reader.store.url} has no version yet; publish one first")
+            else:
+                local = self.target.open(self.reader, reseed=reseed)
+                want = self.reader.head.manifest.version if version is None else version
+                self.reader.manifest(want)
+                if local != want:
+                    return self._stage(want, local)
+                if time.monotonic() >= deadline:
+                    return None
+            time.sleep(max(0.0, min(POLL_S / 10, deadline - time.monotonic())))
+
+    def _stage(self, want: int, local: int | None) -> Prepared:
+        """Stage along the cheapest way; data that turns out to be gone is planned around."""
+        missing: frozenset[int] = frozenset()
+        began = time.perf_counter()
+        lost: NotFound | None = None
+        while True:
+            try:
+                plan = self.reader.plan(want, local=local, missing=missing)
+            except ChainError as exc:
+                raise exc from lost
+            try:
+                staging = self.target.stage(self.reader, plan)
+            except NotFound as exc:
+                gone = self._gone(plan)
+                if gone <= missing:
+                    raise
+                missing, lost = missing | gone, exc
+                continue
+            times = {"stage_ms": (time.perf_counter() - began) * 1e3}
+            return Prepared(want, local, plan, staging, times)
+
+    def _gone(self, plan: Plan) -> frozenset[int]:
+        """Return the versions of a plan whose shards are not all there."""
+        gone = set()
+        for step in plan.steps:
+            for shard in self.reader.manifest(step.version).shards:
+                try:
+                    self.reader.store.size(shard.key)
+                except NotFound:
+                    gone.add(step.version)
+        return frozenset(gone)
+
+    def run(
+        self,
+        stop: threading.Event,
+        *,
+        pause: Callable[[int], None],
+        resume: Callable[[int], None],
+        poll_s: float = POLL_S,
+    ) -> None:
+        """Follow until `stop` is set: stage each newest version, call pause(version), apply, call resume(version).
+
+        resume is called after an apply that succeeded, and after one that left the old version whole, with that version.
+        An error ends the loop and is raised; only Unavailable is waited out.
+        """
+        while not stop.is_set():
+            try:
+                prepared = self.prepare()
+            except Unavailable:
+                stop.wait(poll_s)
+                continue
+            if prepared is None:
+                stop.wait(poll_s)
+                continue
+            pause(prepared.version)
+            prepared.apply()
+            resume(prepared.version)

@@ -1,0 +1,329 @@
+"""The kernels compiled by numba: same interface and same bytes as the numpy ones in `kernels`.
+
+One pass over memory: compare, extract, fingerprint. Rows are runs of elements given by address, so one call
+serves any number of tensors, at any alignment. Compiled once per machine and cached on disk. Never bounds-checks
+columns: `kernels.check` must have passed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, event
+from numba.extending import intrinsic
+
+from deltackpt.layout import TILE
+
+_log = logging.getLogger("deltackpt")
+_U = np.uint64
+_BLOCK = 64  # bytes compared at once
+
+
+class _Announce(event.Listener):
+    """Says once that compilation has begun, since the first call on a machine takes seconds."""
+
+    said = False
+
+    def on_start(self, _event: event.Event) -> None:
+        if not self.said:
+            self.said = True
+            _log.info("compiling kernels for this machine (once; they are cached on disk)")
+
+    def on_end(self, _event: event.Event) -> None:
+        """Nothing to do: only the start is of interest."""
+
+
+event.register("numba:compile", _Announce())
+
+
+@intrinsic
+def _width(_typing: Any, unit: Any) -> Any:
+    """Bytes of the type of `unit`, as a compile-time constant."""
+    nbytes = unit.bitwidth // 8
+
+    def emit(context: Any, _builder: Any, _sig: Any, _args: Any) -> Any:
+        return context.get_constant(types.uint64, nbytes)
+
+    return types.uint64(unit), emit
+
+
+@intrinsic
+def _load(_typing: Any, address: Any, unit: Any) -> Any:
+    """Read one element of the type of `unit` at any alignment."""
+
+    def emit(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        kind = ir.IntType(unit.bitwidth)
+        value = builder.load(builder.inttoptr(args[0], kind.as_pointer()))
+        value.align = 1
+        return value
+
+    return unit(types.uint64, unit), emit
+
+
+@intrinsic
+def _store(_typing: Any, address: Any, value: Any) -> Any:
+    """Write one element at any alignment."""
+
+    def emit(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        kind = ir.IntType(value.bitwidth)
+        builder.store(args[1], builder.inttoptr(args[0], kind.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, value), emit
+
+
+@intrinsic
+def _differs(_typing: Any, left: Any, right: Any, unit: Any) -> Any:
+    """Compare one block; bit i of the result is set where element i differs."""
+    count = _BLOCK * 8 // unit.bitwidth
+
+    def emit(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(unit.bitwidth), count)
+        loaded = []
+        for address in args[:2]:
+            value = builder.load(builder.inttoptr(address, vector.as_pointer()))
+            value.align = 1
+            loaded.append(value)
+        mask = builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(count))
+        return mask if count == 64 else builder.zext(mask, ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64, unit), emit
+
+
+@intrinsic
+def _prefetch(_typing: Any, address: Any) -> Any:
+    """Ask for a cache line that is about to be written."""
+
+    def emit(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        signature = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(args[0], pointer), word(1), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), emit
+
+
+@intrinsic
+def _lowest_bit(_typing: Any, mask: Any) -> Any:
+    """Index of the lowest set bit of a mask that is not 0."""
+
+    def emit(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.IntType(1)(1))
+
+    return types.uint64(types.uint64), emit
+
+
+@intrinsic
+def _count_bits(_typing: Any, mask: Any) -> Any:
+    def emit(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), emit
+
+
+_jit = numba.njit(nogil=True, cache=True, error_model="numpy", inline="never")
+_inner = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+
+@_inner
+def _key(word):  # type: ignore[no-untyped-def]  # compiled
+    z = word + _U(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> _U(27))) * _U(0x94D049BB133111EB)
+    return (z ^ (z >> _U(31))) | _U(1)
+
+
+@_inner
+def _change(unit, element, old, new):  # type: ignore[no-untyped-def]  # compiled
+    """What turning `old` into `new` adds to the fingerprint. Both zero-extended before the difference."""
+    if _width(unit) == _U(8):
+        half = _U(0xFFFFFFFF)
+        word = element * _U(2)
+        low = (new & half) - (old & half)
+        high = (new >> _U(32)) - (old >> _U(32))
+        return low * _key(word) + high * _key(word + _U(1))
+    offset = element * _width(unit)
+    return ((new - old) << ((offset & _U(3)) << _U(3))) * _key(offset >> _U(2))
+
+
+@_inner
+def _compare(unit, left, right, length, masks, where):  # type: ignore[no-untyped-def]  # compiled
+    """Masks of the blocks of a tile that differ, and their first elements; returns (blocks, changes)."""
+    per = _U(_BLOCK) // _width(unit)
+    used, changes = 0, _U(0)
+    blocks = length // per
+    for i in range(blocks):
+        mask = _differs(left + _U(_BLOCK) * i, right + _U(_BLOCK) * i, unit)
+        masks[used] = mask
+        where[used] = per * i
+        used += mask != _U(0)
+        changes += _count_bits(mask)
+    mask = _U(0)
+    for e in range(blocks * per, length):
+        at = e * _width(unit)
+        if _load(left + at, unit) != _load(right + at, unit):
+            mask |= _U(1) << (e - blocks * per)
+            changes += _U(1)
+    masks[used] = mask
+    where[used] = blocks * per
+    used += mask != _U(0)
+    return used, changes
+
+
+@_jit
+def extract(unit, old, new, count, start, counts, gaps, values, dense, fp, changed, masks, where):  # type: ignore[no-untyped-def]  # compiled
+    """Fill the columns of all tiles of all rows; returns how many sparse changes and dense elements."""
+    width = _width(unit)
+    k, d, tile = 0, 0, 0
+    for row in range(len(count)):
+        total, row_changes = _U(0), _U(0)
+        for first in range(0, count[row], TILE):
+            length = _U(min(TILE, count[row] - first))
+            left, right = old[row] + _U(first) * width, new[row] + _U(first) * width
+            element = _U(start[row] + first)
+            used, changes = _compare(unit, left, right, length, masks, where)
+            row_changes += changes
+            if _U(4) * changes > length:
+                counts[tile] = 0xFFFF
+                for e in range(length):
+                    a, b = _U(_load(left + e * width, unit)), _U(_load(right + e * width, unit))
+                    x = a ^ b
+                    for i in range(width):
+                        dense[i, d + np.int64(e)] = (x >> (_U(8) * i)) & _U(255)
+                    if x != _U(0):
+                        total += _change(unit, element + e, a, b)
+                d += np.int64(length)
+            else:
+                counts[tile] = changes
+                previous = _U(0)
+                for m in range(used):
+                    mask, base = masks[m], where[m]
+                    while mask != _U(0):
+                        p = base + _lowest_bit(mask)
+                        mask &= mask - _U(1)
+                        a, b = _U(_load(left + p * width, unit)), _U(_load(right + p * width, unit))
+                        gap = p - previous
+                        previous = p + _U(1)
+                        gaps[0, k], gaps[1, k] = gap & _U(255), gap >> _U(8)
+                        x = a ^ b
+                        for i in range(width):
+                            values[i, k] = (x >> (_U(8) * i)) & _U(255)
+                        k += 1
+                        total += _change(unit, element + p, a, b)
+            tile += 1
+        fp[row] = total
+        changed[row] = row_changes
+    return k, d
+
+
+@_inner
+def _gather_value(unit, planes, k):  # type: ignore[no-untyped-def]  # compiled
+    value = _U(0)
+    for i in range(_width(unit)):
+        value |= _U(planes[i, k]) << (_U(8) * i)
+    return value
+
+
+@_inner
+def _put(unit, mode, address, element, planes, k):  # type: ignore[no-untyped-def]  # compiled
+    """Apply one change; returns what it adds to the fingerprint. Modes: see kernels.apply."""
+    old = _U(_load(address, unit))
+    value = _gather_value(unit, planes, k)
+    new = value if mode == 1 else old ^ value
+    if mode == 2:
+        for i in range(_width(unit)):
+            planes[i, k] = (new >> (_U(8) * i)) & _U(255)
+    else:
+        _store(address, type(unit)(new))
+    return _change(unit, element, old, new)
+
+
+@_jit
+def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense, d, fp, at):  # type: ignore[no-untyped-def]  # compiled
+    """Apply the columns from tile, k, d on to all rows. fp: the fingerprint differences, per row, added to.
+
+    Positions of a tile are summed up, and their cache lines asked for, before the tile ahead of it is written, so
+    that memory latency overlaps. Two halves of `at` take turns.
+    """
+    width = _width(unit)
+    n, half, k_waiting, row_waiting = 0, 0, 0, 0
+    address_waiting, element_waiting = _U(0), _U(0)
+    for row in range(len(count)):
+        for first in range(0, count[row], TILE):
+            address = target[row] + _U(first) * width
+            element = _U(start[row] + first)
+            changes = np.int64(counts[tile])
+            tile += 1
+            if changes == 0xFFFF:
+                total = _U(0)
+                for e in range(_U(min(TILE, count[row] - first))):
+                    total += _put(unit, mode, address + e * width, element + e, dense, d + np.int64(e))
+                fp[row] += total
+                d += min(TILE, count[row] - first)
+                continue
+            here = half * TILE
+            p = _U(0)
+            for i in range(changes):
+                p += _U(gaps[0, k + i]) + (_U(gaps[1, k + i]) << _U(8))
+                at[here + i] = p
+                _prefetch(address + p * width)
+                p += _U(1)
+            total = _U(0)
+            there = (1 - half) * TILE
+            for i in range(n):
+                p = _U(at[there + i])
+                total += _put(
+                    unit,
+                    mode,
+                    address_waiting + p * width,
+                    element_waiting + p,
+                    values,
+                    k_waiting + i,
+                )
+            fp[row_waiting] += total
+            n, half, k_waiting, row_waiting = changes, 1 - half, k, row
+            address_waiting, element_waiting = address, element
+            k += changes
+    there = (1 - half) * TILE
+    for i in range(n):
+        p = _U(at[there + i])
+        fp[row_waiting] += _put(unit, mode, address_waiting + p * width, element_waiting + p, values, k_waiting + i)
+
+
+@_jit
+def fingerprint(address, nbytes, first_word, fp):  # type: ignore[no-untyped-def]  # compiled
+    """Fingerprint of the bytes of each row. first_word: u32 words of the tensor before the row."""
+    word = np.uint32(0)
+    for row in range(len(nbytes)):
+        words = nbytes[row] >> 2
+        base, j = address[row], _U(first_word[row])
+        total = _U(0)
+        for i in range(words):
+            total += _U(_load(base + (_U(i) << _U(2)), word)) * _key(j + _U(i))
+        last = _U(0)
+        for i in range(words << 2, nbytes[row]):
+            last |= _U(_load(base + _U(i), np.uint8(0))) << _U((i & 3) << 3)
+        fp[row] = total + last * _key(j + _U(words))
+
+
+@_jit
+def check(length, counts, gaps, k):  # type: ignore[no-untyped-def]  # compiled
+    """Return the first tile whose last position is outside it, or -1. Counts were checked before."""
+    for tile in range(len(length)):
+        n = np.int64(counts[tile])
+        if n == 0xFFFF:
+            continue
+        low, high = np.int64(0), np.int64(0)
+        for i in range(n):
+            low += gaps[0, k + i]
+            high += gaps[1, k + i]
+        if low + 256 * high + n > length[tile]:
+            return tile
+        k += n
+    return -1

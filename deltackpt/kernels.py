@@ -1,0 +1,321 @@
+"""Kernels on the CPU: extract changes, apply them, fingerprint, check columns. Pure: memory to memory.
+
+Two implementations with the same bytes: numba where it is installed and the work is worth its import, numpy
+otherwise. Memory is given by address: rows of `Segments` and one u64 address each, of the row's first element.
+The caller keeps that memory alive and, for `apply`, to itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from deltackpt.digest import U64, contribution, keys
+from deltackpt.errors import FormatError
+from deltackpt.layout import I64, TILE, Segments
+
+U8: TypeAlias = npt.NDArray[np.uint8]
+U16: TypeAlias = npt.NDArray[np.uint16]
+
+DENSE = 0xFFFF
+"""Count of a dense tile."""
+XOR, SET, READ = 0, 1, 2
+"""Modes of apply: flip the bits; write the values as they are; leave memory and turn flips into new values."""
+
+JIT_BYTES = 64 << 20
+"""Below this many bytes of weights numpy is done before numba is imported (0.6 s)."""
+
+_UNIT = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}
+_local = threading.local()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The changes of consecutive tiles of one width.
+
+    counts: u16 per tile, DENSE for a dense one. gaps (2, n), values (width, n): byte planes of the sparse changes.
+    dense (width, m): byte planes of all elements of the dense tiles.
+    """
+
+    counts: U16
+    gaps: U8
+    values: U8
+    dense: U8
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """Columns of some rows, and per row what changed: fingerprint difference and number of elements."""
+
+    columns: Columns
+    fingerprints: U64
+    changed: I64
+
+
+def use_jit(nbytes: int) -> bool:
+    """Say whether work on `nbytes` of weights goes through numba."""
+    return nbytes >= JIT_BYTES and importlib.util.find_spec("numba") is not None
+
+
+def _scratch(name: str, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+    """Memory of this thread that is used again by the next call; its content is garbage."""
+    held: dict[tuple[str, int | tuple[int, ...]], npt.NDArray[np.generic]] = _local.__dict__.setdefault("held", {})
+    if (name, shape) not in held:
+        held[name, shape] = np.empty(shape, dtype)
+    return held[name, shape]
+
+
+def extract(segments: Segments, old: U64, new: U64, *, jit: bool) -> Extracted:
+    """Compare two copies of the rows and return the columns; the result owns its memory.
+
+    old, new: address of each row. A tile is dense iff 4 * changed > its length.
+    """
+    return (_extract_jit if jit else _extract_numpy)(segments, old, new)
+
+
+def _extract_jit(segments: Segments, old: U64, new: U64) -> Extracted:
+    from deltackpt import jit
+
+    width, elements = segments.width, int(segments.count.sum())
+    room = 1 << max(16, (elements - 1).bit_length())  # few sizes, so that scratch is found again
+    gaps = _scratch("gaps", (2, room // 4 + TILE), np.uint8)
+    values = _scratch("values", (width, room // 4 + TILE), np.uint8)
+    dense = _scratch("dense", (width, room), np.uint8)
+    masks, where = _scratch("masks", TILE + 1, np.uint64), _scratch("where", TILE + 1, np.uint64)
+    counts = np.empty(segments.tiles, np.uint16)
+    fp, changed = np.empty(len(old), np.uint64), np.empty(len(old), np.int64)
+    k, d = jit.extract(
+        _UNIT[width], old, new, segments.count, segments.start,
+        counts, gaps, values, dense, fp, changed, masks, where,
+    )  # fmt: skip
+    columns = Columns(counts, gaps[:, :k].copy(), values[:, :k].copy(), dense[:, :d].copy())  # type: ignore[arg-type]  # u8 scratch
+    return Extracted(columns, fp, changed)
+
+
+def view(address: int, nbytes: int) -> U8:
+    """Return the bytes at an address as an array. The caller keeps the memory alive."""
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(int(address)), np.uint8)
+
+
+def _gather(segments: Segments, addresses: U64) -> U64:
+    """Return all elements of the rows, one after the other, zero-extended to u64."""
+    width = segments.width
+    rows = [view(a, n * width) for a, n in zip(addresses, segments.count, strict=True)]
+    joined = np.concatenate(rows) if rows else np.empty(0, np.uint8)
+    return joined.view(f"<u{width}").astype(np.uint64)
+
+
+def _elements(segments: Segments) -> I64:
+    """Index in its tensor of every element of the rows."""
+    first = np.cumsum(segments.count) - segments.count
+    return np.arange(int(segments.count.sum())) + np.repeat(segments.start - first, segments.count)
+
+
+def _row_sums(segments: Segments, terms: U64, at: I64) -> U64:
+    """Add the terms of the elements `at` up per row, mod 2^64."""
+    bounds = np.concatenate(([0], np.cumsum(segments.count)))
+    running = np.concatenate((np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)))
+    cut = running[np.searchsorted(at, bounds)]
+    return cut[1:] - cut[:-1]
+
+
+def _planes(values: U64, width: int) -> U8:
+    raw = values.astype(f"<u{width}").view(np.uint8).reshape(len(values), width)
+    return np.ascontiguousarray(raw.T)
+
+
+def _extract_numpy(segments: Segments, old: U64, new: U64) -> Extracted:
+    before, after = _gather(segments, old), _gather(segments, new)
+    flips = before ^ after
+    at = np.flatnonzero(flips)
+    lengths = segments.tile_lengths()
+    first = np.cumsum(lengths) - lengths
+    tile = np.searchsorted(first, at, side="right") - 1
+    counts = np.bincount(tile, minlength=len(lengths))
+    dense_tile = 4 * counts > lengths
+    sparse = at[~dense_tile[tile]]
+    in_tile = sparse - first[np.searchsorted(first, sparse, side="right") - 1]
+    previous = np.concatenate(([-1], in_tile[:-1])) if len(in_tile) else in_tile
+    gap = np.where(np.diff(tile[~dense_tile[tile]], prepend=-1) != 0, in_tile, in_tile - previous - 1)
+    columns = Columns(
+        np.where(dense_tile, DENSE, counts).astype(np.uint16),
+        _planes(gap.astype(np.uint64), 2),
+        _planes(flips[sparse], segments.width),
+        _planes(flips[np.repeat(dense_tile, lengths)], segments.width),
+    )
+    element = _elements(segments)[at].astype(np.uint64)
+    terms = contribution(segments.width, element, after[at]) - contribution(segments.width, element, before[at])
+    ones = np.ones(len(at), np.uint64)
+    return Extracted(columns, _row_sums(segments, terms, at), _row_sums(segments, ones, at).astype(np.int64))
+
+
+def positions(segments: Segments, columns: Columns) -> tuple[I64, U64]:
+    """Return where the changes are, as indices into all elements of the rows, sorted, and their values."""
+    lengths = segments.tile_lengths()
+    first = np.cumsum(lengths) - lengths
+    dense_tile = columns.counts == DENSE
+    n = np.where(dense_tile, 0, columns.counts).astype(np.int64)
+    steps = columns.gaps[0].astype(np.int64) + (columns.gaps[1].astype(np.int64) << 8) + 1
+    running = np.cumsum(steps)
+    before = np.concatenate(([0], running))[np.cumsum(n) - n]
+    sparse = running - np.repeat(before, n) - 1 + np.repeat(first, n)
+    dense = np.flatnonzero(np.repeat(dense_tile, lengths))
+    at = np.concatenate((sparse, dense))
+    values = np.concatenate((join_planes(columns.values), join_planes(columns.dense)))
+    order = np.argsort(at, kind="stable")
+    return at[order], values[order]
+
+
+def join_planes(planes: U8) -> U64:
+    """Return the elements whose byte planes are the rows of `planes`, zero-extended to u64."""
+    width = len(planes)
+    return np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(-1).astype(np.uint64)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Consecutive tiles of a group with the places of their columns: tile, sparse change, dense element."""
+
+    segments: Segments
+    tile: int
+    k: int
+    d: int
+
+    def of(self, columns: Columns) -> Columns:
+        """Return views of the columns of these tiles."""
+        counts = columns.counts[self.tile : self.tile + self.segments.tiles]
+        dense_tile = counts == DENSE
+        k = self.k + int(counts[~dense_tile].sum(dtype=np.int64))
+        d = self.d + int(self.segments.tile_lengths()[dense_tile].sum())
+        return Columns(
+            counts,
+            columns.gaps[:, self.k : k],
+            columns.values[:, self.k : k],
+            columns.dense[:, self.d : d],
+        )
+
+
+def slices(segments: Segments, columns: Columns, nbytes: int) -> list[Slice]:
+    """Cut a group's columns into slices of about `nbytes` of weights, for threads that share nothing."""
+    pieces = list(segments.cut(nbytes))
+    if len(pieces) == 1:
+        return [Slice(segments, 0, 0, 0)]
+    dense_tile = columns.counts == DENSE
+    sparse_before = np.concatenate(([0], np.cumsum(np.where(dense_tile, 0, columns.counts), dtype=np.int64)))
+    dense_before = np.concatenate(([0], np.cumsum(np.where(dense_tile, segments.tile_lengths(), 0))))
+    tiles = np.cumsum([0] + [p.tiles for p in pieces[:-1]])
+    return [
+        Slice(piece, int(tile), int(sparse_before[tile]), int(dense_before[tile]))
+        for piece, tile in zip(pieces, tiles, strict=True)
+    ]
+
+
+def apply(piece: Slice, addresses: U64, columns: Columns, *, mode: int = XOR, jit: bool) -> U64:
+    """Apply the columns of a slice to its rows; returns the fingerprint difference per row.
+
+    columns: of the whole group, checked. mode: XOR flips; SET writes the column values as they are; READ leaves
+    memory alone and replaces the column values by what XOR would have written.
+    """
+    return (_apply_jit if jit else _apply_numpy)(piece, addresses, columns, mode)
+
+
+def _apply_jit(piece: Slice, addresses: U64, columns: Columns, mode: int) -> U64:
+    from deltackpt import jit
+
+    segments = piece.segments
+    fp = np.zeros(len(addresses), np.uint64)
+    at = _scratch("at", 2 * TILE, np.uint16)
+    jit.apply(
+        _UNIT[segments.width], mode, addresses, segments.count, segments.start, columns.counts, piece.tile,
+        columns.gaps, columns.values, piece.k, columns.dense, piece.d, fp, at,
+    )  # fmt: skip
+    return fp
+
+
+def _apply_numpy(piece: Slice, addresses: U64, columns: Columns, mode: int) -> U64:
+    segments, width = piece.segments, piece.segments.width
+    mine = piece.of(columns)
+    at, values = positions(segments, mine)
+    bounds = np.concatenate(([0], np.cumsum(segments.count)))
+    cut = np.searchsorted(at, bounds)
+    before = np.empty(len(at), np.uint64)
+    after = np.empty(len(at), np.uint64)
+    for row in np.flatnonzero(np.diff(cut)):
+        here = slice(cut[row], cut[row + 1])
+        memory = view(addresses[row], int(segments.count[row]) * width).view(f"<u{width}")
+        where = at[here] - bounds[row]
+        before[here] = memory[where]
+        after[here] = values[here] if mode == SET else before[here] ^ values[here]
+        if mode != READ:
+            memory[where] = after[here].astype(memory.dtype)
+    if mode == READ:
+        _replace_values(segments, mine, at, after)
+    element = _elements(segments)[at].astype(np.uint64)
+    terms = contribution(width, element, after) - contribution(width, element, before)
+    return _row_sums(segments, terms, at)
+
+
+def _replace_values(segments: Segments, columns: Columns, at: I64, values: U64) -> None:
+    """Write new values into the value and dense planes of columns whose changes are at `at`."""
+    in_dense = np.repeat(columns.counts == DENSE, segments.tile_lengths())[at]
+    columns.values[:] = _planes(values[~in_dense], segments.width)
+    columns.dense[:] = _planes(values[in_dense], segments.width)
+
+
+def fingerprint(segments: Segments, addresses: U64, *, jit: bool) -> U64:
+    """Return what the bytes of each row add to the fingerprint of its tensor."""
+    nbytes = segments.count * segments.width
+    first_word = segments.start * segments.width // 4  # a row starts at a multiple of TILE elements
+    fp = np.empty(len(addresses), np.uint64)
+    if jit:
+        from deltackpt import jit as compiled
+
+        compiled.fingerprint(addresses, nbytes, first_word, fp)
+        return fp
+    for row, (address, n, word) in enumerate(zip(addresses, nbytes, first_word, strict=True)):
+        padded = np.zeros(-(-int(n) // 4) * 4, np.uint8)
+        padded[:n] = view(address, int(n))
+        words = padded.view("<u4").astype(np.uint64)
+        index = np.arange(word, word + len(words), dtype=np.uint64)
+        fp[row] = (words * keys(index)).sum(dtype=np.uint64)
+    return fp
+
+
+def require_counts(lengths: I64, counts: U16) -> tuple[int, int]:
+    """Return the sparse changes and dense elements that the counts demand. Raises FormatError for a bad count."""
+    dense_tile = counts == DENSE
+    bad = np.flatnonzero(~dense_tile & (counts > lengths))
+    if len(bad):
+        tile = int(bad[0])
+        raise FormatError(f"tile {tile} has {lengths[tile]} elements and counts {counts[tile]} changes")
+    return int(counts[~dense_tile].sum(dtype=np.int64)), int(lengths[dense_tile].sum())
+
+
+def check(piece: Slice, columns: Columns, *, jit: bool) -> None:
+    """Raise FormatError unless the last position of every tile of the slice is inside it.
+
+    Positions only grow, so that is enough. Counts have passed require_counts.
+    """
+    lengths = piece.segments.tile_lengths()
+    counts = columns.counts[piece.tile : piece.tile + len(lengths)]
+    if jit:
+        from deltackpt import jit as compiled
+
+        bad = int(compiled.check(lengths, counts, columns.gaps, piece.k))
+    else:
+        n = np.where(counts == DENSE, 0, counts).astype(np.int64)
+        k = piece.k + np.cumsum(n)
+        steps = columns.gaps[0].astype(np.int64) + (columns.gaps[1].astype(np.int64) << 8) + 1
+        running = np.concatenate(([0], np.cumsum(steps)))
+        outside = np.flatnonzero(running[k] - running[k - n] > lengths)
+        bad = int(outside[0]) if len(outside) else -1
+    if bad >= 0:
+        raise FormatError(f"tile {piece.tile + bad}: its last change lies outside its {lengths[bad]} elements")

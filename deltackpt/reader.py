@@ -1,0 +1,408 @@
+"""Everything that is read from a store, checked: manifests, layouts, deltas, anchors. Never writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from deltackpt.backend import Staged, decode_group, in_order
+from deltackpt.chain import Entry, History, Plan, check_link, newest_with_state, plan
+from deltackpt.checkpoint import Checkpoint, read_header
+from deltackpt.digest import U64, fp_hex, sha256, state_fingerprint, xxh3_64
+from deltackpt.errors import (
+    ChainError,
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    NotFound,
+    StoreError,
+    UnsupportedFormat,
+)
+from deltackpt.layout import Layout
+from deltackpt.manifest import (
+    LEVELS,
+    MAX_MANIFEST,
+    Anchor,
+    Manifest,
+    Placement,
+    Shard,
+    SideFile,
+    StoreInfo,
+    anchor_key,
+    decode,
+    decode_anchor,
+    decode_manifest,
+    decode_placement,
+    digest,
+    manifest_key,
+    pruned_key,
+)
+from deltackpt.shard import ALIGN, Frame, Index, header_length, parse_header, parse_index
+from deltackpt.store import LocalStore, Store, read
+
+_MAX_OBJECT = 1 << 30
+_CHUNK = 16 << 20
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A shard in memory, checked against its checksums."""
+
+    shard: Shard
+    index: Index
+    data: memoryview = field(repr=False)
+
+    def frames(self, group: int) -> list[Frame]:
+        """Return the frames of a group, sorted by plane and place; they are views of `data`."""
+        records = self.index.frames
+        low, high = np.searchsorted(records["group"], [group, group + 1])
+        return [
+            Frame(plane, block, codec, outer, raw, self.data[offset : offset + stored])
+            for offset, stored, raw, _, plane, codec, outer, block, _ in records[low:high].tolist()
+        ]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A version's delta in memory. fingerprints: what it adds to each tensor's fingerprint, walked forwards."""
+
+    version: int
+    layout: Layout
+    fetched: tuple[Fetched, ...]
+    fingerprints: U64
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shards."""
+        return sum(f.shard.nbytes for f in self.fetched)
+
+    def staged(self, *, threads: int | None = None) -> Iterator[Staged]:
+        """Decode and check one group after the other."""
+        for fetched in self.fetched:
+            for group in np.unique(fetched.index.frames["group"]).tolist():
+                try:
+                    yield decode_group(self.layout, group, fetched.frames(group), threads=threads)
+                except FormatError as exc:
+                    raise FormatError(f"version {self.version}: {exc}") from exc
+
+
+@dataclass(frozen=True)
+class AnchorSource:
+    """Where the files of an anchor lie: in `store`, file number n of the checkpoint under keys[n]."""
+
+    anchor: Anchor
+    store: Store
+    keys: tuple[str, ...]
+    checkpoint: Checkpoint
+
+    @property
+    def fingerprints(self) -> U64:
+        """Fingerprint of each tensor."""
+        return np.frombuffer(self.anchor.fingerprints, "<u8").astype(np.uint64)
+
+
+class Reader:
+    """A view of one store that grows with it. Not for use by several threads at once.
+
+    anchor_source: a local folder that holds the files of an anchor made by reference.
+    """
+
+    def __init__(self, store: Store, *, anchor_source: str | None = None, threads: int | None = None) -> None:
+        self.store, self.threads = store, threads
+        self._anchor_source = anchor_source
+        self.history: History = {}
+        self._layouts: dict[str, Layout] = {}
+        self._placements: dict[str, Placement] = {}
+        self._info: StoreInfo | None = None
+
+    # ------------------------------------------------------------ manifests
+
+    @property
+    def info(self) -> StoreInfo:
+        """`store.json`. Raises StoreError where there is no store."""
+        if self._info is None:
+            try:
+                raw = read(self.store, "store.json", limit=MAX_MANIFEST)
+            except NotFound as exc:
+                raise StoreError(f"{self.store.url} holds no store (no store.json); publish to it first") from exc
+            info = decode(raw, StoreInfo, "store.json")
+            if info.format not in LEVELS:
+                raise UnsupportedFormat(f"store.json: format level {info.format}, this reader knows {LEVELS}")
+            self._info = info
+        return self._info
+
+    @property
+    def head(self) -> Entry | None:
+        """The newest version that was seen."""
+        return self.history[max(self.history)] if self.history else None
+
+    def load(self, since: int | None = None) -> None:
+        """Read all manifests, or those from `since` on where that one exists."""
+        info = self.info
+        self.history = {}
+        if since is not None and (entry := self._entry(since)):
+            self.history[since] = entry
+        else:
+            keys = list(self.store.keys("manifests/"))
+            versions = [int(k[10:-5]) for k in keys if k == manifest_key_of(k)]
+            for version in versions:
+                self._append(version)
+        first = self.history.get(min(self.history, default=0))
+        if first and first.manifest.store_id != info.store_id:
+            raise FormatError(f"manifests belong to store {first.manifest.store_id}, store.json is {info.store_id}")
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Read the manifests that came since; returns whether there were any."""
+        found = False
+        while self._append(max(self.history, default=-1) + 1):
+            found = True
+        return found
+
+    def _append(self, version: int) -> bool:
+        entry = self._entry(version)
+        if entry is None:
+            return False
+        if self.history:
+            last = max(self.history)
+            if version != last + 1:
+                raise ChainError(f"manifest of version {last + 1} is missing, but version {version} is there")
+            check_link(self.history[last], entry)
+        elif version != 0:
+            raise ChainError(f"manifest of version 0 is missing, but version {version} is there")
+        self.history[version] = entry
+        return True
+
+    def _entry(self, version: int) -> Entry | None:
+        try:
+            raw = read(self.store, manifest_key(version), limit=MAX_MANIFEST)
+        except NotFound:
+            return None
+        return Entry(decode_manifest(raw, version), digest(raw))
+
+    def manifest(self, version: int) -> Manifest:
+        """Return a loaded manifest. Raises ChainError if the store does not have it."""
+        if version not in self.history:
+            end = self.head.manifest.version if self.head else "nothing"
+            raise ChainError(f"version {version} is not in the store, which ends at {end}")
+        return self.history[version].manifest
+
+    # ------------------------------------------------------------ objects by content
+
+    def _object(self, kind: str, content: str, suffix: str = ".json") -> bytes:
+        key = f"{kind}/{content}{suffix}"
+        raw = read(self.store, key, limit=_MAX_OBJECT)
+        if sha256(raw) != content:
+            raise IntegrityError(
+                f"{key}: SHA-256 of its {len(raw)} bytes is {sha256(raw)[:12]}, not its name; fetch it again"
+            )
+        return raw
+
+    def layout(self, content: str) -> Layout:
+        """Return a layout by digest."""
+        if content not in self._layouts:
+            self._layouts[content] = Layout.decode(self._object("layouts", content))
+        return self._layouts[content]
+
+    def placement(self, manifest: Manifest) -> Placement:
+        """Return the placement of a version."""
+        key = manifest.placement
+        if key not in self._placements:
+            tensors = len(self.layout(manifest.layout).names)
+            self._placements[key] = decode_placement(self._object("placements", key), tensors)
+        return self._placements[key]
+
+    def side_file(self, side: SideFile) -> bytes:
+        """Return the bytes of a side file."""
+        return self._object("files", side.sha256, "")
+
+    # ------------------------------------------------------------ deltas
+
+    def delta(self, version: int) -> Delta:
+        """Fetch a version's shards and check all that can be checked before decoding.
+
+        Raises NotFound when its data is gone, IntegrityError or FormatError naming version and tensors.
+        """
+        manifest = self.manifest(version)
+        layout = self.layout(manifest.layout)
+        fetched = tuple(self._fetch(s, layout, version) for s in manifest.shards)
+        groups = [g for f in fetched for g in np.unique(f.index.frames["group"]).tolist()]
+        present = np.flatnonzero(np.unpackbits(np.frombuffer(manifest.present, np.uint8), bitorder="little"))
+        if sorted(groups) != present.tolist():
+            raise FormatError(
+                f"version {version}: shards hold groups {sorted(groups)}, the manifest names {present.tolist()}"
+            )
+        total = np.zeros(len(layout.names), np.uint64)
+        for one in fetched:
+            total[one.index.changes["tensor"]] += one.index.changes["fingerprint"]
+        before = self.history.get(version - 1)
+        if before is not None:
+            state = fp_hex(int(before.manifest.state, 16) + state_fingerprint(layout.weights, total))
+            if state != manifest.state:
+                raise FormatError(
+                    f"version {version}: its changed tensors lead to state {state}, the manifest says {manifest.state}"
+                )
+        return Delta(version, layout, fetched, total)
+
+    def _fetch(self, shard: Shard, layout: Layout, version: int) -> Fetched:
+        what = f"version {version}: shard {shard.key}"
+        nbytes = self.store.size(shard.key)
+        if nbytes != shard.nbytes:
+            raise IntegrityError(f"{what}: {nbytes} bytes found, {shard.nbytes} expected; fetch it again")
+        data = memoryview(np.empty(nbytes, np.uint8)).cast("B")
+        read_chunks(self.store, shard.key, data, 0, self.threads)
+        if xxhash.xxh3_128_hexdigest(data) != shard.xxh3_128:
+            raise IntegrityError(f"{what}: checksum differs{_where(shard, data, layout)}; fetch it again")
+        return Fetched(shard, parse_index(shard, data, layout), data)
+
+    def check_frames(self, fetched: Fetched) -> None:
+        """Raise IntegrityError unless every frame has its own checksum too (range reads rely on it)."""
+        for record in fetched.index.frames:
+            stored = fetched.data[int(record["offset"]) :][: int(record["stored"])]
+            if xxh3_64(stored) != int(record["checksum"]):
+                raise IntegrityError(
+                    f"shard {fetched.shard.key}: checksum of a frame of group {record['group']} differs"
+                )
+
+    # ------------------------------------------------------------ anchors
+
+    def anchors(self) -> dict[int, int]:
+        """Return the versions that have an anchor, and its bytes of weights."""
+        listed = [int(k[8:-5]) for k in self.store.keys("anchors/") if k == anchor_key_of(k)]
+        full = [v for v, e in self.history.items() if e.manifest.kind == "full"]
+        return {v: self.history[v].manifest.totals.raw for v in {*listed, *full} if v in self.history}
+
+    def anchor(self, version: int) -> AnchorSource:
+        """Return an anchor's record and where its files are."""
+        manifest = self.manifest(version)
+        if manifest.anchor is not None:
+            raw = read(self.store, manifest.anchor.key, limit=_MAX_OBJECT)
+            if sha256(raw) != manifest.anchor.sha256:
+                raise IntegrityError(f"{manifest.anchor.key}: SHA-256 differs from the manifest of version {version}")
+        else:
+            raw = read(self.store, anchor_key(version), limit=_MAX_OBJECT)
+        layout = self.layout(manifest.layout)
+        anchor = decode_anchor(raw, version, len(layout.names))
+        if (anchor.layout, anchor.state) != (manifest.layout, manifest.state):
+            raise FormatError(f"anchor of version {version}: layout or state differs from the manifest")
+        state = state_fingerprint(layout.weights, np.frombuffer(anchor.fingerprints, "<u8"))
+        if fp_hex(state) != anchor.state:
+            raise FormatError(
+                f"anchor of version {version}: fingerprints lead to state {fp_hex(state)}, not {anchor.state}"
+            )
+        return self._locate(anchor, layout)
+
+    def _locate(self, anchor: Anchor, layout: Layout) -> AnchorSource:
+        store, prefix = self.store, f"{anchor.folder}/"
+        if anchor.folder is None:
+            if self._anchor_source is None:
+                raise ConfigError(
+                    f"anchor of version {anchor.version} is by reference (made from {anchor.source}); "
+                    "name a folder that holds its files with --anchor-source"
+                )
+            store, prefix = LocalStore(self._anchor_source), ""
+        weights = [f for f in anchor.files if f.name.endswith(".safetensors")]
+        for file in weights:
+            nbytes = store.size(prefix + file.name)
+            if nbytes != file.nbytes:
+                raise IntegrityError(f"{prefix}{file.name}: {nbytes} bytes found, the anchor has {file.nbytes}")
+        headers = {f.name: read_header(store, prefix + f.name, prefix + f.name) for f in weights}
+        checkpoint = Checkpoint.of(headers, modes={})
+        if checkpoint.layout.digest != layout.digest:
+            raise IntegrityError(
+                f"anchor of version {anchor.version}: its files do not hold the layout {layout.digest[:12]}"
+            )
+        keys = tuple(prefix + f.name for f in checkpoint.placement.files)
+        return AnchorSource(anchor, store, keys, checkpoint)
+
+    # ------------------------------------------------------------ plans
+
+    def plan(self, want: int, *, local: int | None, missing: frozenset[int] = frozenset()) -> Plan:
+        """Return the cheapest way to `want`; looks for anchors only where the deltas alone do not do."""
+        raw = self.manifest(want).totals.raw
+        try:
+            by_deltas = plan(self.history, want, local=local, anchors={}, missing=missing)
+            if by_deltas.nbytes <= raw:
+                return by_deltas
+        except ChainError:
+            if 0 not in self.history:
+                self.load()
+        return plan(self.history, want, local=local, anchors=self.anchors(), missing=missing)
+
+    def is_pruned(self, version: int) -> bool:
+        """Say whether a prune record declares a version's data gone."""
+        try:
+            self.store.size(pruned_key(version))
+        except NotFound:
+            return False
+        return True
+
+    def identify(self, layout: str, state: int) -> int | None:
+        """Return the newest version that has this layout and state."""
+        if 0 not in self.history:
+            self.load()
+        return newest_with_state(self.history, layout, fp_hex(state))
+
+    def fingerprints(self, version: int) -> U64:
+        """Return the fingerprint of every tensor of a version, from the nearest anchor and the index tables."""
+        if 0 not in self.history:
+            self.load()
+        way = plan(self.history, version, local=None, anchors=self.anchors())
+        assert way.anchor is not None
+        total = self.anchor(way.anchor).fingerprints
+        for step in way.steps:
+            change = self.delta(step.version).fingerprints
+            total = total - change if step.undo else total + change
+        return total
+
+
+def manifest_key_of(key: str) -> str:
+    """Return the manifest key that `key` would be if its name is a number, else an empty text."""
+    name = key[10:-5]
+    return manifest_key(int(name)) if name.isascii() and name.isdigit() else ""
+
+
+def anchor_key_of(key: str) -> str:
+    """Return the anchor key that `key` would be if its name is a number, else an empty text."""
+    name = key[8:-5]
+    return anchor_key(int(name)) if name.isascii() and name.isdigit() else ""
+
+
+def read_chunks(store: Store, key: str, out: memoryview, offset: int, threads: int | None) -> None:
+    """Fill `out` from an object with several requests at a time."""
+    begins = range(0, len(out), _CHUNK)
+    for _ in in_order(lambda b: store.read_into(key, out[b : b + _CHUNK], offset=offset + b), begins, threads):
+        pass
+
+
+def _where(shard: Shard, data: memoryview, layout: Layout) -> str:
+    """Say which tensors a damaged shard concerns, as far as its own tables can still tell."""
+    try:
+        raw = bytes(data[8 : 8 + header_length(bytes(data[:64]), len(data), shard.key)])
+        entries = parse_header(raw, len(data), shard.key)
+        index = parse_index(shard, data, layout)
+    except FormatError:
+        return " (its header or index is damaged)"
+    for record in index.frames:
+        if xxh3_64(data[int(record["offset"]) :][: int(record["stored"])]) != int(record["checksum"]):
+            return f" (tensors {layout.group_names(int(record['group']))})"
+    names = {layout.group_names(int(g)) for g in np.unique(index.frames["group"])}
+    return f" (between frames at multiples of {ALIGN}, of {len(entries.tensors) - 1} groups; tensors {'; '.join(sorted(names))})"
+
+
+def compare_fingerprints(layout: Layout, found: U64, expected: U64) -> list[str]:
+    """Return the names of the tensors whose fingerprints differ."""
+    return [layout.names[int(t)] for t in np.flatnonzero(found != expected)]
+
+
+def named(names: list[str]) -> str:
+    """Write a list of tensor names short."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def versions(history: Mapping[int, Entry]) -> list[Manifest]:
+    """Return manifests, oldest first."""
+    return [history[v].manifest for v in sorted(history)]

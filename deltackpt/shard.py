@@ -1,0 +1,294 @@
+"""Safetensors headers and delta shards: bytes to records and back. Pure.
+
+The header parser is strict (bounded, no holes, no overlaps, no repeated names, exact end of file); it serves the
+user's checkpoint files and this package's own shards, which are safetensors files too (`manifests/FORMAT.md`, 5).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from deltackpt.codec import Bytes
+from deltackpt.digest import U64, xxh3_64
+from deltackpt.errors import FormatError
+from deltackpt.layout import I64, Layout, tensor_nbytes
+from deltackpt.manifest import Shard
+
+MAX_HEADER = 100_000_000
+"""Bytes of a safetensors header, as the reference reader limits it."""
+ALIGN = 16
+"""Frames begin at multiples of this many bytes in the shard."""
+PLANE_FRAME = 1 << 18
+"""Raw bytes of every frame of a plane but its last."""
+MASK_FRAME = 2 << 20
+"""Raw bytes of every frame of a mask but its last."""
+
+COUNTS, GAP, VALUE, DENSE, MASK = 0, 1, 8, 16, 32
+"""Plane numbers: counts; gap.0 and gap.1; value.0 ..; dense.0 ..; mask."""
+
+FRAME = np.dtype(
+    [("offset", "<u8"), ("stored", "<u4"), ("raw", "<u4"), ("group", "<u4"), ("plane", "u1"),
+     ("codec", "u1"), ("outer", "u1"), ("block", "u1"), ("checksum", "<u8")]
+)  # fmt: skip
+"""Index record of a frame, 32 bytes. offset: in the shard; block: number of a mask frame; checksum: xxh3-64."""
+CHANGE = np.dtype([("tensor", "<u4"), ("part", "<u4"), ("fingerprint", "<u8")])
+"""Index record of a changed tensor, 16 bytes: what the groups of this shard add to its fingerprint."""
+
+
+class Tensor(NamedTuple):
+    """A header entry; begin, end: bytes in the data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A parsed header. tensors: in offset order; data: where the data section begins in the file."""
+
+    tensors: tuple[Tensor, ...]
+    metadata: dict[str, str] | None
+    data: int
+
+
+def header_length(start: bytes, nbytes: int, what: str) -> int:
+    """Return the header's length from the first bytes of a file of `nbytes`. Raises FormatError."""
+    if start.startswith(b"version https://git-lfs"):
+        raise FormatError(f"{what}: a git-lfs pointer of {nbytes} bytes, not weights; fetch the real file")
+    if start[:1] == b"<":
+        raise FormatError(f"{what}: an HTML page of {nbytes} bytes, not weights; fetch the real file")
+    if nbytes < 8:
+        raise FormatError(f"{what}: {nbytes} bytes found, a safetensors file has at least 8; it may be cut short")
+    (length,) = struct.unpack_from("<Q", start)
+    if length > MAX_HEADER:
+        raise FormatError(f"{what}: header length {length} is above the limit of {MAX_HEADER}")
+    if 8 + length > nbytes:
+        raise FormatError(f"{what}: header length {length}, but the file has only {nbytes} bytes; it is cut short")
+    return int(length)
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(n for n in names if names.count(n) > 1)
+        raise FormatError(f"{twice!r} is there twice (duplicate)")
+    return found
+
+
+def parse_header(raw: bytes, nbytes: int, what: str) -> Header:
+    """Parse a header, without its length field, of a file of `nbytes`. what: the file, for errors."""
+    try:
+        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except FormatError as exc:
+        raise FormatError(f"{what}: {exc}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise FormatError(f"{what}: the header is not JSON: {exc}") from exc
+    if not isinstance(entries, dict):
+        raise FormatError(f"{what}: the header is not a JSON object")
+    metadata = _metadata(entries.pop("__metadata__", None), what)
+    data = 8 + len(raw)
+    tensors = [_tensor(name, entry, what) for name, entry in entries.items()]
+    tensors.sort(key=lambda t: (t.begin, t.end, t.name))
+    cursor = 0
+    for tensor in tensors:
+        if tensor.begin != cursor:
+            kind = "overlaps the one before it" if tensor.begin < cursor else "leaves a hole before it"
+            raise FormatError(f"{what}: tensor {tensor.name} begins at {tensor.begin} and {kind}, expected {cursor}")
+        cursor = tensor.end
+    if data + cursor != nbytes:
+        last = tensors[-1].name if tensors else "none"
+        raise FormatError(
+            f"{what}: the tensors end at byte {data + cursor} (last tensor {last}), but {nbytes} bytes were found"
+        )
+    return Header(tuple(tensors), metadata, data)
+
+
+def _metadata(entry: object, what: str) -> dict[str, str] | None:
+    if entry is None:
+        return None
+    if not isinstance(entry, dict):
+        raise FormatError(f"{what}: __metadata__ is not an object of strings")
+    for key, value in entry.items():
+        if not isinstance(value, str):
+            raise FormatError(f"{what}: __metadata__ value of {key!r} is {type(value).__name__}, expected a string")
+    return entry
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _tensor(name: str, entry: object, what: str) -> Tensor:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise FormatError(f"{what}: tensor {name}: expected exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
+        raise FormatError(f"{what}: tensor {name}: dtype, shape or data_offsets has the wrong type")
+    if not all(map(_is_count, shape)) or len(offsets) != 2 or not all(map(_is_count, offsets)):
+        raise FormatError(f"{what}: tensor {name}: shape {shape} or data_offsets {offsets} is not made of counts")
+    begin, end = offsets
+    try:
+        nbytes = tensor_nbytes(name, dtype, shape)
+    except FormatError as exc:
+        raise FormatError(f"{what}: {exc}") from exc
+    if end - begin != nbytes:
+        raise FormatError(
+            f"{what}: tensor {name}: {dtype}{shape} needs {nbytes} bytes, data_offsets {offsets} hold {end - begin}"
+        )
+    return Tensor(name, dtype, tuple(shape), begin, end)
+
+
+def header_bytes(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]],
+    metadata: dict[str, str] | None,
+    align: int = 8,
+) -> bytes:
+    """Write a header with its length field; tensors: (name, dtype, shape, nbytes) in offset order.
+
+    Padded with spaces so that the data section begins at a multiple of `align`.
+    """
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    begin = 0
+    for name, dtype, shape, nbytes in tensors:
+        entries[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [begin, begin + nbytes],
+        }
+        begin += nbytes
+    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-(8 + len(raw)) % align)
+    if len(raw) > MAX_HEADER:
+        raise FormatError(f"a header of {len(raw)} bytes is above the limit of {MAX_HEADER}; use more files")
+    return struct.pack("<Q", len(raw)) + raw
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One compressed frame. stored: its bytes; raw: bytes that it decodes into; outer: RAW if there is no outer codec."""
+
+    plane: int
+    block: int
+    codec: int
+    outer: int
+    raw: int
+    stored: Bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class EncodedGroup:
+    """One changed group: its frames sorted by plane and place, and what changed.
+
+    tensor, fingerprint: changed tensors, sorted, and their fingerprint differences; changed: elements.
+    """
+
+    group: int
+    frames: tuple[Frame, ...]
+    tensor: I64
+    fingerprint: U64
+    changed: int
+
+    @property
+    def stored(self) -> int:
+        """Bytes in the shard, padding included."""
+        return sum(-(-len(f.stored) // ALIGN) * ALIGN for f in self.frames)
+
+
+@dataclass(frozen=True)
+class ShardImage:
+    """A shard ready to be stored: its parts in order, and its entry in the manifest."""
+
+    parts: tuple[Bytes, ...]
+    shard: Shard
+
+
+_PADDING = bytes(ALIGN)
+
+
+def assemble(key: str, groups: Sequence[EncodedGroup]) -> ShardImage:
+    """Lay groups out as one shard."""
+    frames = np.zeros(sum(len(g.frames) for g in groups), FRAME)
+    touched: dict[int, int] = {}
+    for group in groups:
+        for tensor, fp in zip(group.tensor.tolist(), group.fingerprint.tolist(), strict=True):
+            touched[tensor] = (touched.get(tensor, 0) + fp) & 0xFFFFFFFFFFFFFFFF
+    changes = np.array([(t, 0, touched[t]) for t in sorted(touched)], CHANGE)
+    index_nbytes = frames.nbytes + changes.nbytes
+    index_nbytes += -index_nbytes % ALIGN
+    entries = [("index", "U8", [index_nbytes], index_nbytes)]
+    entries += [(f"group.{g.group}", "U8", [g.stored], g.stored) for g in groups]
+    header = header_bytes(entries, None, ALIGN)
+    begin = len(header)
+    offset = begin + index_nbytes
+    body: list[Bytes] = []
+    row = 0
+    for group in groups:
+        for frame in group.frames:
+            frames[row] = (
+                offset, len(frame.stored), frame.raw, group.group, frame.plane,
+                frame.codec, frame.outer, frame.block, xxh3_64(frame.stored),
+            )  # fmt: skip
+            padding = -len(frame.stored) % ALIGN
+            body.append(frame.stored)
+            if padding:
+                body.append(_PADDING[:padding])
+            offset += len(frame.stored) + padding
+            row += 1
+    index = (frames.tobytes() + changes.tobytes()).ljust(index_nbytes, b"\0")
+    parts = (header, index, *body)
+    hasher = xxhash.xxh3_128()
+    for part in parts:
+        hasher.update(part)
+    middle = begin + frames.nbytes
+    shard = Shard(key, offset, hasher.hexdigest(), (begin, middle), (middle, middle + changes.nbytes))
+    return ShardImage(parts, shard)
+
+
+@dataclass(frozen=True)
+class Index:
+    """The two tables of a shard: frames (FRAME records) and changes (CHANGE records)."""
+
+    frames: npt.NDArray[np.void]
+    changes: npt.NDArray[np.void]
+
+
+def parse_index(shard: Shard, data: memoryview, layout: Layout) -> Index:
+    """Read the tables of a shard whose bytes are `data`. Raises FormatError unless both are in order and in bounds."""
+    what = f"shard {shard.key}"
+    header = parse_header(bytes(data[8 : 8 + header_length(bytes(data[:64]), len(data), what)]), len(data), what)
+    if not header.tensors or header.tensors[0].name != "index" or shard.frames[0] != header.data:
+        raise FormatError(f"{what}: the first tensor is not the index that the manifest names")
+    index_end = header.data + header.tensors[0].end
+    for (begin, end), record in ((shard.frames, FRAME), (shard.tensors, CHANGE)):
+        if (end - begin) % record.itemsize or end > index_end:
+            raise FormatError(f"{what}: index range {begin}..{end} does not hold whole records")
+    frames = np.frombuffer(data[slice(*shard.frames)], FRAME)
+    changes = np.frombuffer(data[slice(*shard.tensors)], CHANGE)
+    end = frames["offset"] + frames["stored"]
+    order = np.lexsort((frames["offset"], frames["plane"], frames["group"]))
+    if np.any(order != np.arange(len(frames))):
+        raise FormatError(f"{what}: frames are not sorted by group, plane and offset")
+    by_offset = np.argsort(frames["offset"], kind="stable")
+    begins, ends = frames["offset"][by_offset], end[by_offset]
+    if len(frames) and (begins[0] < index_end or ends.max() > len(data) or np.any(begins[1:] < ends[:-1])):
+        raise FormatError(f"{what}: frames overlap or lie outside the shard")
+    if len(frames) and (frames["group"].max() >= len(layout.groups) or np.any(frames["stored"] == 0)):
+        raise FormatError(f"{what}: a frame is empty or names a group that the layout does not have")
+    tensors = changes["tensor"]
+    if len(changes) and (tensors.max() >= len(layout.names) or np.any(tensors[1:] <= tensors[:-1])):
+        raise FormatError(f"{what}: changed tensors are not sorted, or not in the layout")
+    if np.any(changes["part"] != 0):
+        raise FormatError(f"{what}: names a part, but the version has none")
+    return Index(frames, changes)

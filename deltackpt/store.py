@@ -1,0 +1,283 @@
+"""Stores: keys and bytes under a root. The only module that knows where a store's bytes lie.
+
+A put is whole or not there at all. An exclusive create has one winner. "Cannot see" is never "not there".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from deltackpt.codec import Bytes
+from deltackpt.errors import (
+    AlreadyExists,
+    ConfigError,
+    IntegrityError,
+    NotFound,
+    StoreError,
+    Unavailable,
+)
+
+
+class Store(Protocol):
+    """What the rest of the package needs of a store."""
+
+    url: str
+
+    def put(self, key: str, parts: Sequence[Bytes], *, if_absent: bool = True) -> None:
+        """Write the parts, joined, under a key: durable and whole, or an error.
+
+        if_absent: raises AlreadyExists when the key is taken. Unavailable: the outcome is unknown.
+        """
+
+    def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
+        """Fill `out` with the bytes from `offset` on. Raises NotFound; IntegrityError if the object is shorter."""
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object. Raises NotFound."""
+
+    def keys(self, prefix: str, *, after: str = "") -> Iterator[str]:
+        """Yield the keys below `prefix` (which ends with a slash) that sort after `after`, sorted."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object; it is no error if it is gone."""
+
+
+def read(store: Store, key: str, *, limit: int) -> bytes:
+    """Return a small object. Raises IntegrityError if it is larger than `limit` bytes."""
+    nbytes = store.size(key)
+    if nbytes > limit:
+        raise IntegrityError(f"{key}: {nbytes} bytes found, at most {limit} are expected")
+    out = bytearray(nbytes)
+    store.read_into(key, memoryview(out))
+    return bytes(out)
+
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_UNKNOWN = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EINTR,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ENOTCONN,
+}
+
+
+def store_error(exc: OSError, what: str) -> StoreError:
+    """Translate an error of the operating system; the class says whether a retry can help."""
+    reason = exc.strerror or str(exc)
+    if exc.errno in _NO_SPACE:
+        return StoreError(f"{what}: no space ({reason}); free some and run again")
+    if exc.errno == errno.EROFS:
+        return StoreError(f"{what}: read-only ({reason})")
+    if exc.errno in (errno.EACCES, errno.EPERM):
+        return StoreError(f"{what}: no permission ({reason}); it may be read-only for this user")
+    if exc.errno in _UNKNOWN:
+        return Unavailable(f"{what}: {reason}; try again")
+    return StoreError(f"{what}: {reason}")
+
+
+_TEMPORARY = ".tmp"
+_STALE_S = 86400.0
+"""A temporary file of another host is litter after this time."""
+
+
+class LocalStore:
+    """A store in a folder of a POSIX filesystem.
+
+    Every write goes to a temporary file under the root, is fsynced, and gets its name by link (exclusive) or rename,
+    followed by an fsync of the folder.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.path.abspath(root)
+        self.url = self.root
+        self._swept = False
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self.root, *key.split("/"))
+
+    def put(self, key: str, parts: Sequence[Bytes], *, if_absent: bool = True) -> None:
+        """See Store.put."""
+        path = self._path(key)
+        try:
+            self._make_folder(os.path.dirname(path))
+            temporary = self._write(parts)
+        except OSError as exc:
+            raise store_error(exc, f"writing {key}") from exc
+        try:
+            if if_absent:
+                os.link(temporary, path)
+            else:
+                os.rename(temporary, path)
+        except FileExistsError as exc:
+            raise AlreadyExists(f"{key} exists already") from exc
+        except OSError as exc:
+            raise store_error(exc, f"writing {key}") from exc
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        try:
+            sync_folder(os.path.dirname(path))
+        except OSError as exc:
+            raise Unavailable(f"writing {key}: {exc.strerror}, after it got its name; put it again") from exc
+
+    def _write(self, parts: Sequence[Bytes]) -> str:
+        folder = os.path.join(self.root, _TEMPORARY)
+        self._make_folder(folder)
+        if not self._swept:
+            self._sweep(folder)
+            self._swept = True
+        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+        temporary = os.path.join(folder, name)
+        # The mode is left to the umask: readers may be other users.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                for part in parts:
+                    write_all(fd, memoryview(part).cast("B"))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        return temporary
+
+    def _sweep(self, folder: str) -> None:
+        """Remove temporary files whose writer is gone."""
+        host = socket.gethostname()
+        for entry in os.scandir(folder):
+            owner, _, rest = entry.name.rpartition("-")[0].rpartition("-")
+            with contextlib.suppress(FileNotFoundError):
+                if owner == host and rest.isdigit():
+                    stale = not os.path.exists(f"/proc/{rest}")
+                else:
+                    stale = time.time() - entry.stat().st_mtime > _STALE_S
+                if stale:
+                    os.unlink(entry.path)
+
+    def _make_folder(self, folder: str) -> None:
+        if os.path.isdir(folder):
+            return
+        parent = os.path.dirname(folder)
+        if parent != folder:
+            self._make_folder(parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+        sync_folder(parent)
+
+    def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
+        """See Store.read_into."""
+        fd = self._open(key)
+        try:
+            read_exactly(fd, out, offset, key)
+        except OSError as exc:
+            raise store_error(exc, f"reading {key}") from exc
+        finally:
+            os.close(fd)
+
+    def _open(self, key: str) -> int:
+        try:
+            return os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as exc:
+            raise self._not_found(key) from exc
+        except OSError as exc:
+            raise store_error(exc, f"reading {key}") from exc
+
+    def _not_found(self, key: str) -> StoreError:
+        if not os.path.isdir(self.root):
+            return StoreError(f"{self.root} does not exist or cannot be seen; expected the folder of a store")
+        return NotFound(f"{key} is not in {self.root}")
+
+    def size(self, key: str) -> int:
+        """See Store.size."""
+        try:
+            return os.stat(self._path(key)).st_size
+        except FileNotFoundError as exc:
+            raise self._not_found(key) from exc
+        except OSError as exc:
+            raise store_error(exc, f"reading {key}") from exc
+
+    def keys(self, prefix: str, *, after: str = "") -> Iterator[str]:
+        """See Store.keys."""
+        if not os.path.isdir(self.root):
+            raise self._not_found(prefix)
+        yield from self._walk(prefix.rstrip("/"), after)
+
+    def _walk(self, folder: str, after: str) -> Iterator[str]:
+        try:
+            with os.scandir(self._path(folder)) as entries:
+                # Folders sort with their slash, so that keys come out in order.
+                found = sorted((e.name + "/" if e.is_dir() else e.name) for e in entries)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            raise store_error(exc, f"listing {folder}") from exc
+        for name in found:
+            key = f"{folder}/{name}"
+            if name.endswith("/"):
+                yield from self._walk(key[:-1], after)
+            elif key > after:
+                yield key
+
+    def delete(self, key: str) -> None:
+        """See Store.delete."""
+        path = self._path(key)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            raise store_error(exc, f"deleting {key}") from exc
+        # A folder is no object: an empty one is litter. It may have been filled again since.
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(path))
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Write all bytes to a descriptor."""
+    while data:
+        data = data[os.write(fd, data[: 1 << 30]) :]
+
+
+def read_exactly(fd: int, out: memoryview, offset: int, what: str) -> None:
+    """Fill `out` from a descriptor. Raises IntegrityError if the file ends first."""
+    done = 0
+    while done < len(out):
+        n = os.preadv(fd, [out[done : done + (1 << 30)]], offset + done)
+        if n == 0:
+            raise IntegrityError(f"{what}: it ends at byte {offset + done}, {offset + len(out)} were expected")
+        done += n
+
+
+def sync_folder(folder: str) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def open_store(url: str | os.PathLike[str]) -> Store:
+    """Return the store at a URL: a path, or `file://`. It need not exist yet."""
+    text = os.fspath(url)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if scheme == "file":
+        return LocalStore(Path(unquote(urlsplit(text).path)))
+    if scheme:
+        raise ConfigError(f"{text}: stores at {scheme}:// are not supported; expected a path or file://")
+    if not text:
+        raise ConfigError("the store URL is empty; expected a path or file://")
+    return LocalStore(text)

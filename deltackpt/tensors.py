@@ -1,0 +1,363 @@
+"""TensorTarget: live torch tensors that are brought from version to version in place.
+
+Storage, strides and addresses stay. No cast, no broadcast, ever. The only module that needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from deltackpt import backend
+from deltackpt.backend import Staged
+from deltackpt.chain import Plan
+from deltackpt.checkpoint import Checkpoint
+from deltackpt.digest import U64, state_fingerprint
+from deltackpt.errors import ConfigError, IntegrityError, Poisoned
+from deltackpt.folder import signed
+from deltackpt.kernels import view
+from deltackpt.layout import Layout
+from deltackpt.reader import AnchorSource, Delta, Reader, compare_fingerprints, named, read_chunks
+
+if TYPE_CHECKING:
+    import torch
+
+    Array: TypeAlias = torch.Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    Params: TypeAlias = Mapping[str, Array] | Iterable[tuple[str, Array]]
+
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
+}  # fmt: skip
+"""Names of torch dtypes and of the same dtypes in safetensors."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """Tensors that are being published. addresses: contiguous bytes of each, in layout order; kept: what holds them."""
+
+    layout: Layout
+    addresses: U64
+    kept: tuple[object, ...]
+
+
+def collect(params: Params) -> Live:
+    """Return the layout and the memory of named tensors. Strided ones are copied. Raises ConfigError by name."""
+    found: dict[str, tuple[str, tuple[int, ...], int, object]] = {}
+    for name, tensor in params.items() if isinstance(params, Mapping) else params:
+        if not name or name == "__metadata__":
+            raise ConfigError(f"tensor name {name!r} is reserved by safetensors; rename the tensor")
+        if name in found:
+            raise ConfigError(f"tensor {name} is given twice (duplicate)")
+        if isinstance(tensor, np.ndarray):
+            found[name] = _numpy(name, tensor)
+        else:
+            dtype, shape = describe(name, tensor)
+            whole = bits(tensor).contiguous()
+            found[name] = (dtype, shape, whole.data_ptr(), whole)
+    layout = Layout(list(found), [f[0] for f in found.values()], [f[1] for f in found.values()])
+    return Live(
+        layout,
+        np.array([found[n][2] for n in layout.names], np.uint64),
+        tuple(f[3] for f in found.values()),
+    )
+
+
+def _numpy(
+    name: str, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+) -> tuple[str, tuple[int, ...], int, object]:
+    dtype = _DTYPES.get(array.dtype.name)
+    if dtype is None or dtype == "F4":
+        raise ConfigError(
+            f"tensor {name}: numpy's {array.dtype} has no safetensors dtype; convert it before publishing"
+        )
+    whole = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
+    return dtype, array.shape, int(whole.__array_interface__["data"][0]), whole
+
+
+def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """Return a tensor's safetensors dtype and header shape. Raises ConfigError for what cannot be stored."""
+    dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"tensor {name}: {tensor.dtype} has no safetensors dtype; convert it before publishing")
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"tensor {name} is on {tensor.device}; this version works on CPU tensors only")
+    shape = tuple(tensor.shape)
+    if dtype == "F4":
+        # Torch counts packed pairs, a safetensors header counts elements.
+        shape = (*shape[:-1], 2 * shape[-1]) if shape else shape
+    return dtype, shape
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as integers, so that copies cannot touch a bit."""
+    import torch
+
+    unit = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().view(unit)
+
+
+class TensorTarget:
+    """Live CPU tensors by name, as the target of a follower.
+
+    The tensors stay the caller's; they are written only inside `Prepared.apply`. Names that share one storage
+    are written once. Every name must be in the published layout or share the storage of one that is.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._version: int | None = None
+        self._poisoned = False
+        self._layout: Layout | None = None
+        self._twins: dict[str, str] = {}
+
+    def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
+        """Return the version that the tensors are proven to hold; None: they must be reseeded.
+
+        Raises ConfigError naming the tensor whose dtype, shape or name does not fit the store.
+        """
+        head = reader.head
+        if head is None:
+            raise ConfigError(f"{reader.store.url} has no version yet; publish one first")
+        layout = reader.layout(head.manifest.layout)
+        if self._layout is None or self._layout.digest != layout.digest:
+            self._require_fit(layout)
+            self._layout, self._version = layout, None
+        if reseed or self._poisoned:
+            return None
+        if self._version is None:
+            table = self._fingerprints(layout, reader.threads)
+            self._version = reader.identify(layout.digest, state_fingerprint(layout.weights, table))
+        return self._version
+
+    def close(self) -> None:
+        """Nothing to release: the tensors are the caller's."""
+
+    def _require_fit(self, layout: Layout) -> None:
+        for name in layout.names:
+            if name not in self._tensors:
+                raise ConfigError(f"tensor {name} is published, but the target does not have it; add it")
+            dtype, shape = describe(name, self._tensors[name])
+            i = layout.position[name]
+            if dtype != layout.dtypes[i]:
+                raise ConfigError(f"tensor {name} is {layout.dtypes[i]} in the store and {dtype} here; nothing is cast")
+            if shape != layout.shapes[i]:
+                raise ConfigError(
+                    f"tensor {name} has shape {list(layout.shapes[i])} in the store and {list(shape)} here; nothing is broadcast"
+                )
+        self._twins = find_twins(self._tensors, layout)
+        for name in self._tensors:
+            if name not in layout.position and name not in self._twins:
+                raise ConfigError(f"tensor {name} is not published and would go stale; leave it out of the target")
+
+    def memory(self, layout: Layout) -> _Memory:
+        """Return addresses for all tensors of the layout; see _Memory."""
+        return _Memory(layout, self._tensors, self._twins)
+
+    def _fingerprints(self, layout: Layout, threads: int | None) -> U64:
+        memory = self.memory(layout)
+        memory.shadow(np.ones(len(layout.names), bool))
+        return backend.fingerprints(layout, memory.addresses, threads=threads)
+
+    def stage(self, reader: Reader, plan: Plan) -> StagedTensors:
+        """Fetch, decode and check everything; the tensors are not touched."""
+        return StagedTensors(self, reader, plan)
+
+
+def find_twins(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, str]:
+    """Return the names whose memory is that of another name, by that name.
+
+    Raises ConfigError where tensors overlap in any other way: in-place writes would meet.
+    """
+    owner: dict[tuple[object, ...], str] = {}
+    twins: dict[str, str] = {}
+    by_storage: dict[int, list[str]] = {}
+    for name in sorted(tensors, key=lambda n: (n not in layout.position, n.encode())):
+        tensor = tensors[name]
+        if tensor.numel() == 0:
+            continue
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if place in owner:
+            twins[name] = owner[place]
+        else:
+            owner[place] = name
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    for names in by_storage.values():
+        _require_apart({n: tensors[n] for n in names})
+    return twins
+
+
+def _require_apart(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError if tensors of one storage share a byte with each other or with themselves."""
+    import torch
+
+    if len(tensors) == 1 and next(iter(tensors.values())).is_contiguous():
+        return
+    storage = next(iter(tensors.values())).untyped_storage()
+    used = torch.zeros(storage.nbytes(), dtype=torch.uint8)
+    for name, tensor in tensors.items():
+        width = tensor.element_size()
+        shape = (*tensor.shape, width)
+        stride = (*(s * width for s in tensor.stride()), 1)
+        mine = used.as_strided(shape, stride, tensor.data_ptr() - storage.data_ptr())
+        before = int(used.sum(dtype=torch.int64))
+        if bool(mine.any()):
+            raise ConfigError(f"tensor {name} overlaps another tensor in memory; only equal views may share storage")
+        mine.fill_(1)
+        if int(used.sum(dtype=torch.int64)) - before != tensor.numel() * width:
+            raise ConfigError(f"tensor {name} overlaps itself in memory (expanded?); pass a real tensor")
+
+
+class _Memory:
+    """Addresses of contiguous bytes for every tensor of a layout.
+
+    Contiguous tensors are used as they are. Strided ones, and all but one of those that share memory, are worked on
+    through shadows: contiguous copies that `write_back` returns (twins are dropped, since their owner was written).
+    """
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], twins: Mapping[str, str]) -> None:
+        self.layout, self._tensors, self._twins = layout, tensors, twins
+        self._shadows: dict[int, torch.Tensor] = {}
+        self.addresses = np.array([tensors[n].data_ptr() for n in layout.names], np.uint64)
+        self._indirect = [
+            i for i, n in enumerate(layout.names)
+            if layout.nbytes[i] and (n in twins or not tensors[n].is_contiguous())
+        ]  # fmt: skip
+
+    def shadow(self, wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+        """Make shadows of the indirect tensors that are wanted, from what they hold now."""
+        for i in self._indirect:
+            if wanted[i]:
+                copy = bits(self._tensors[self.layout.names[i]]).contiguous()
+                if copy.data_ptr() == self._tensors[self.layout.names[i]].data_ptr():
+                    copy = copy.clone()
+                self._shadows[i] = copy
+                self.addresses[i] = copy.data_ptr()
+
+    def write_back(self) -> None:
+        """Copy strided shadows to their tensors."""
+        for i, copy in self._shadows.items():
+            if self.layout.names[i] not in self._twins:
+                bits(self._tensors[self.layout.names[i]]).copy_(copy)
+        self._shadows.clear()
+
+
+class StagedTensors:
+    """Decoded columns, ready for the one short apply."""
+
+    def __init__(self, target: TensorTarget, reader: Reader, plan: Plan) -> None:
+        self.target, self.plan, self.version, self.threads = (
+            target,
+            plan,
+            plan.version,
+            reader.threads,
+        )
+        layout = target._layout
+        assert layout is not None
+        wanted = reader.manifest(plan.version)
+        if wanted.layout != layout.digest:
+            raise ConfigError(f"version {plan.version} has another layout than these tensors; make a new target")
+        self.layout = layout
+        self.anchor: AnchorSource | None = None if plan.anchor is None else reader.anchor(plan.anchor)
+        self.deltas: list[tuple[Delta, list[Staged]]] = []
+        for step in plan.steps:
+            delta = reader.delta(step.version)
+            self.deltas.append((delta, list(delta.staged(threads=reader.threads))))
+            self._require_twins(delta)
+
+    def _require_twins(self, delta: Delta) -> None:
+        for twin, owner in self.target._twins.items():
+            if twin in self.layout.position:
+                pair = [delta.fingerprints[self.layout.position[n]] for n in (twin, owner)]
+                if pair[0] != pair[1]:
+                    raise ConfigError(
+                        f"version {delta.version} changes {owner} and {twin} differently, but here they share one storage; untie them"
+                    )
+
+    def apply(self) -> None:
+        """Write the tensors. After an error that leaves them between versions the target is Poisoned."""
+        target = self.target
+        if target._poisoned and self.anchor is None:
+            raise Poisoned("an earlier apply did not finish; prepare again to reseed")
+        target._poisoned, target._version = True, None
+        if self.anchor is not None:
+            self._reseed(self.anchor)
+        touched = np.zeros(len(self.layout.names), bool)
+        for delta, _ in self.deltas:
+            touched |= delta.fingerprints != 0
+        memory = target.memory(self.layout)
+        memory.shadow(touched)
+        wrong = self._apply(memory)
+        if wrong is None:
+            memory.write_back()
+            target._version, target._poisoned = self.version, False
+            return
+        memory.write_back()
+        # Everything was undone: the bits are those from before, but they are not the version they were taken for.
+        target._poisoned = self.anchor is not None
+        raise IntegrityError(
+            f"version {self.version}: {named(wrong)} did not change as published, all was undone; reseed"
+        )
+
+    def _apply(self, memory: _Memory) -> list[str] | None:
+        """Apply all deltas; where one does not do what was published undo them and return the names."""
+        for n, ((delta, staged), step) in enumerate(zip(self.deltas, self.plan.steps, strict=True)):
+            found = backend.apply(self.layout, staged, memory.addresses, threads=self.threads)
+            wrong = compare_fingerprints(self.layout, found, signed(delta, step))
+            if wrong:
+                for _, again in self.deltas[n::-1]:
+                    backend.apply(self.layout, again, memory.addresses, threads=self.threads)
+                return wrong
+        return None
+
+    def _reseed(self, anchor: AnchorSource) -> None:
+        """Overwrite every tensor from an anchor and prove the result."""
+        memory = self.target.memory(self.layout)
+        memory.shadow(np.ones(len(self.layout.names), bool))
+        read_anchor(anchor, memory.addresses, self.threads)
+        found = backend.fingerprints(self.layout, memory.addresses, threads=self.threads)
+        memory.write_back()
+        if wrong := compare_fingerprints(self.layout, found, anchor.fingerprints):
+            raise Poisoned(f"anchor of version {anchor.anchor.version}: {named(wrong)} is damaged; make another anchor")
+
+    def discard(self) -> None:
+        """Forget the columns; nothing was written."""
+        self.deltas.clear()
+
+
+def read_anchor(anchor: AnchorSource, where: U64, threads: int | None) -> None:
+    """Read every tensor of an anchor to its address."""
+    checkpoint: Checkpoint = anchor.checkpoint
+    for i, nbytes in enumerate(checkpoint.layout.nbytes.tolist()):
+        if nbytes:
+            out = memoryview(view(int(where[i]), nbytes)).cast("B")
+            read_chunks(
+                anchor.store,
+                anchor.keys[int(checkpoint.file[i])],
+                out,
+                int(checkpoint.offset[i]),
+                threads,
+            )
+
+
+def restore_into(reader: Reader, version: int, where: U64) -> None:
+    """Write a version of the store, whole and proven, to the addresses of its layout."""
+    layout = reader.layout(reader.manifest(version).layout)
+    plan = reader.plan(version, local=None)
+    assert plan.anchor is not None
+    anchor = reader.anchor(plan.anchor)
+    read_anchor(anchor, where, reader.threads)
+    table = anchor.fingerprints
+    for step in plan.steps:
+        delta = reader.delta(step.version)
+        backend.apply(layout, delta.staged(threads=reader.threads), where, threads=reader.threads)
+        table = table + signed(delta, step)
+    found = backend.fingerprints(layout, where, threads=reader.threads)
+    if wrong := compare_fingerprints(layout, found, table):
+        raise IntegrityError(f"version {version}: {named(wrong)} came out wrong; the store is damaged")
