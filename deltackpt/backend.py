@@ -35,34 +35,11 @@ from deltackpt.kernels import (
     slices,
     use_jit,
 )
-from deltackpt.kernels import (
-    apply as apply_slice,
-)
+from deltackpt.kernels import apply as apply_slice
 from deltackpt.layout import Layout, Segments
-from deltackpt.shard import (
-    COUNTS,
-    DENSE,
-    GAP,
-    MASK,
-    MASK_FRAME,
-    PLANE_FRAME,
-    VALUE,
-    EncodedGroup,
-    Frame,
-)
+from deltackpt.shard import COUNTS, DENSE, GAP, MASK, MASK_FRAME, PLANE_FRAME, VALUE, EncodedGroup, Frame
 
-__all__ = [
-    "READ",
-    "SET",
-    "XOR",
-    "Staged",
-    "apply",
-    "decode",
-    "decode_group",
-    "encode",
-    "fingerprints",
-    "pack",
-]
+__all__ = ["READ", "SET", "XOR", "Staged", "apply", "decode", "decode_group", "encode", "fingerprints", "pack"]
 
 PIECE = 16 << 20
 """Bytes of weights per task: long enough to hide the cost of a task, short enough to keep all threads busy."""
@@ -137,13 +114,7 @@ class _Plane:
 
 
 def encode(
-    layout: Layout,
-    old: U64,
-    new: U64,
-    *,
-    codec: str = "zstd",
-    form: str = "sparse",
-    threads: int | None = None,
+    layout: Layout, old: U64, new: U64, *, codec: str = "zstd", form: str = "sparse", threads: int | None = None
 ) -> Iterator[EncodedGroup]:
     """Yield the groups in which two copies of the tensors differ.
 
@@ -159,11 +130,7 @@ def encode(
 
     def compare(item: tuple[int, Segments]) -> tuple[int, Segments, Extracted]:
         group, piece = item
-        return (
-            group,
-            piece,
-            extract(piece, row_addresses(piece, old), row_addresses(piece, new), jit=jit),
-        )
+        return (group, piece, extract(piece, row_addresses(piece, old), row_addresses(piece, new), jit=jit))
 
     group: _Group | None = None
     for g, piece, extracted in in_order(compare, pieces, threads):
@@ -354,11 +321,7 @@ def _decode_planes(segments: Segments, frames: Sequence[Frame], threads: int | N
     sizes |= {p: d for p in range(DENSE, DENSE + width)}
     for plane, nbytes in sizes.items():
         _require_frames(plane, of_plane.get(plane, []), nbytes)
-    gaps, values, dense = (
-        np.empty((2, k), np.uint8),
-        np.empty((width, k), np.uint8),
-        np.empty((width, d), np.uint8),
-    )
+    gaps, values, dense = (np.empty((2, k), np.uint8), np.empty((width, k), np.uint8), np.empty((width, d), np.uint8))
     rows = {GAP + i: gaps[i] for i in range(2)}
     rows |= {VALUE + i: values[i] for i in range(width)} | {DENSE + i: dense[i] for i in range(width)}
     _fill(rows, of_plane, threads)
@@ -429,12 +392,7 @@ def _decode_mask(segments: Segments, frames: Sequence[Frame], threads: int | Non
 
 
 def apply(
-    layout: Layout,
-    staged: Iterable[Staged],
-    tensors: U64,
-    *,
-    mode: int = XOR,
-    threads: int | None = None,
+    layout: Layout, staged: Iterable[Staged], tensors: U64, *, mode: int = XOR, threads: int | None = None
 ) -> U64:
     """Apply groups in place; returns what that added to the fingerprint of each tensor, mod 2^64.
 

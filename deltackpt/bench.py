@@ -496,12 +496,7 @@ class Ours:
     def encode(self, pairs: Sequence[Pair], crew: Crew) -> Payload:
         """Return the groups that hold changes."""
         encoded = backend.encode(
-            self._layout,
-            self._old,
-            self._new,
-            codec=self._codec,
-            form=self._form,
-            threads=crew.threads,
+            self._layout, self._old, self._new, codec=self._codec, form=self._form, threads=crew.threads
         )
         groups = list(encoded)
         return Payload(groups=groups, checksums=_checksums(groups))
@@ -962,12 +957,7 @@ def read_checkpoint(path: Path) -> Weights:
         with open(folder.file_path(number), "rb") as file:
             content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         files.append(np.frombuffer(content, np.uint8))
-    places = zip(
-        checkpoint.file.tolist(),
-        checkpoint.offset.tolist(),
-        checkpoint.layout.nbytes.tolist(),
-        strict=True,
-    )
+    places = zip(checkpoint.file.tolist(), checkpoint.offset.tolist(), checkpoint.layout.nbytes.tolist(), strict=True)
     return Weights(checkpoint.layout, [files[f][o : o + n] for f, o, n in places])
 
 
@@ -999,8 +989,5 @@ def run_checkpoints(old: Path, new: Path, *, limit_nbytes: int = 4 << 30, repeat
     """Measure two checkpoint folders, or a sample of larger ones. Writes nothing into them."""
     pairs = pair_up(read_checkpoint(old), read_checkpoint(new))
     return run(
-        sample(pairs, limit_nbytes),
-        title=f"{old.name} -> {new.name}",
-        model_nbytes=sum(_sizes(pairs)),
-        repeats=repeats,
+        sample(pairs, limit_nbytes), title=f"{old.name} -> {new.name}", model_nbytes=sum(_sizes(pairs)), repeats=repeats
     )

@@ -60,11 +60,7 @@ class Checkpoint:
             if tensor.name in holder:
                 raise FormatError(f"tensor {tensor.name} is in {holder[tensor.name]} and in {name} (duplicate)")
             holder[tensor.name] = name
-        layout = Layout(
-            [t.name for _, t in entries],
-            [t.dtype for _, t in entries],
-            [t.shape for _, t in entries],
-        )
+        layout = Layout([t.name for _, t in entries], [t.dtype for _, t in entries], [t.shape for _, t in entries])
         files, nbytes = [], []
         file, offset = np.zeros(len(entries), np.int64), np.zeros(len(entries), np.int64)
         for number, name in enumerate(sorted(headers)):
@@ -315,13 +311,7 @@ def copy_runs(source: Checkpoint, target: Checkpoint) -> list[Run]:
     runs: list[Run] = []
     sizes = source.layout.nbytes.tolist()
     where = list(
-        zip(
-            source.file.tolist(),
-            source.offset.tolist(),
-            target.file.tolist(),
-            target.offset.tolist(),
-            strict=True,
-        )
+        zip(source.file.tolist(), source.offset.tolist(), target.file.tolist(), target.offset.tolist(), strict=True)
     )
     for shard in target.placement.files:
         for t in shard.tensors:
@@ -336,11 +326,7 @@ def copy_runs(source: Checkpoint, target: Checkpoint) -> list[Run]:
                 and last.target_offset + last.nbytes == run.target_offset
             ):
                 runs[-1] = Run(
-                    last.source,
-                    last.source_offset,
-                    last.target,
-                    last.target_offset,
-                    last.nbytes + run.nbytes,
+                    last.source, last.source_offset, last.target, last.target_offset, last.nbytes + run.nbytes
                 )
             else:
                 runs.append(run)

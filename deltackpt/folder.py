@@ -357,20 +357,12 @@ def difference(reader: Reader, layout: Layout, table: U64) -> str:
             continue
         wrong = compare_fingerprints(theirs, table, reader.anchor(version).fingerprints)
         if best is None or len(wrong) < best[0]:
-            best = (
-                len(wrong),
-                f"{named(wrong)} differs from version {version} ({len(wrong)} of {len(table)} tensors)",
-            )
+            best = (len(wrong), f"{named(wrong)} differs from version {version} ({len(wrong)} of {len(table)} tensors)")
     return best[1] if best else "it has no anchor to compare with"
 
 
 def make_record(
-    reader: Reader,
-    version: int,
-    table: U64,
-    stamp: tuple[tuple[str, int, int], ...],
-    *,
-    placement: str,
+    reader: Reader, version: int, table: U64, stamp: tuple[tuple[str, int, int], ...], *, placement: str
 ) -> Record:
     """Return the record of a folder that holds a version."""
     entry = reader.history[version]
@@ -474,14 +466,9 @@ class StagedFolder:
         raw = np.empty(int(layout.nbytes[tensor]), np.uint8)
         offset = int(source.checkpoint.offset[tensor])
         source.store.read_into(
-            source.keys[int(source.checkpoint.file[tensor])],
-            memoryview(raw).cast("B"),
-            offset=offset,
+            source.keys[int(source.checkpoint.file[tensor])], memoryview(raw).cast("B"), offset=offset
         )
-        rows = Segments(
-            int(layout.width[tensor]),
-            *(np.array([n]) for n in (tensor, 0, int(layout.count[tensor]))),
-        )
+        rows = Segments(int(layout.width[tensor]), *(np.array([n]) for n in (tensor, 0, int(layout.count[tensor]))))
         where = np.array([raw.__array_interface__["data"][0]], np.uint64)
         if fingerprint(rows, where, jit=False)[0] != source.table[tensor]:
             return ChainError(f"{named(wrong)}: {source.name}")
@@ -497,11 +484,7 @@ class StagedFolder:
     def _side_files(self, reader: Reader) -> None:
         if self.placement.index is not None and (self.built or self.target._held is None):
             checkpoint, _ = placed(reader.layout(self.manifest.layout), self.placement)
-            self._put(
-                self.placement.index,
-                index_bytes(checkpoint),
-                self._mode(self.placement.index, 0o644),
-            )
+            self._put(self.placement.index, index_bytes(checkpoint), self._mode(self.placement.index, 0o644))
         for side in self.manifest.side_files:
             if self.target.mode == "switch" or _sha256_of(os.path.join(self.target.current, side.name)) != side.sha256:
                 self._put(side.name, reader.side_file(side), self._mode(side.name, side.mode))
@@ -647,17 +630,9 @@ class StagedValues:
             manifest = self.reader.manifest(step.version)
             reached = manifest.base if step.undo else step.version
             assert reached is not None
-            self._write(
-                held,
-                delta,
-                make_record(self.reader, reached, table, (), placement=manifest.placement),
-            )
+            self._write(held, delta, make_record(self.reader, reached, table, (), placement=manifest.placement))
         last = make_record(
-            self.reader,
-            self.version,
-            table,
-            open_folder(target.path).stamp,
-            placement=target.record.placement,
+            self.reader, self.version, table, open_folder(target.path).stamp, placement=target.record.placement
         )
         wrong = compare_fingerprints(layout, fingerprint_folder(held, self.reader.threads), table)
         if wrong:

@@ -69,12 +69,7 @@ class Follower:
     """Follows the store at `url` with one target. Not for use by several threads at once."""
 
     def __init__(
-        self,
-        url: str,
-        target: Target,
-        *,
-        anchor_source: str | None = None,
-        threads: int | None = None,
+        self, url: str, target: Target, *, anchor_source: str | None = None, threads: int | None = None
     ) -> None:
         self.target = target
         self.reader = Reader(open_store(url), anchor_source=anchor_source, threads=threads)

@@ -278,14 +278,7 @@ def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense
             there = (1 - half) * TILE
             for i in range(n):
                 p = _U(at[there + i])
-                total += _put(
-                    unit,
-                    mode,
-                    address_waiting + p * width,
-                    element_waiting + p,
-                    values,
-                    k_waiting + i,
-                )
+                total += _put(unit, mode, address_waiting + p * width, element_waiting + p, values, k_waiting + i)
             fp[row_waiting] += total
             n, half, k_waiting, row_waiting = changes, 1 - half, k, row
             address_waiting, element_waiting = address, element

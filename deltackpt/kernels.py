@@ -195,12 +195,7 @@ class Slice:
         dense_tile = counts == DENSE
         k = self.k + int(counts[~dense_tile].sum(dtype=np.int64))
         d = self.d + int(self.segments.tile_lengths()[dense_tile].sum())
-        return Columns(
-            counts,
-            columns.gaps[:, self.k : k],
-            columns.values[:, self.k : k],
-            columns.dense[:, self.d : d],
-        )
+        return Columns(counts, columns.gaps[:, self.k : k], columns.values[:, self.k : k], columns.dense[:, self.d : d])
 
 
 def slices(segments: Segments, columns: Columns, nbytes: int) -> list[Slice]:

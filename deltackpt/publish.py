@@ -23,27 +23,10 @@ import xxhash
 
 from deltackpt import backend
 from deltackpt.chain import Entry, check_link, since_anchor
-from deltackpt.checkpoint import (
-    Checkpoint,
-    Folder,
-    addresses,
-    index_bytes,
-    mapped,
-    open_folder,
-    placed,
-    replace_file,
-)
+from deltackpt.checkpoint import Checkpoint, Folder, addresses, index_bytes, mapped, open_folder, placed, replace_file
 from deltackpt.codec import Bytes
 from deltackpt.digest import U64, fp_hex, sha256, state_fingerprint
-from deltackpt.errors import (
-    AlreadyExists,
-    ConfigError,
-    DeltaError,
-    Fenced,
-    NotFound,
-    StoreError,
-    Unavailable,
-)
+from deltackpt.errors import AlreadyExists, ConfigError, DeltaError, Fenced, NotFound, StoreError, Unavailable
 from deltackpt.folder import CheckpointTarget, difference, fingerprint_folder, read_record
 from deltackpt.follow import Follower
 from deltackpt.kernels import view
@@ -517,12 +500,7 @@ def _put_file(store: Store, prefix: str, name: str, parts: list[Bytes], put: Cal
 
 
 def _anchor_record(
-    source: _Source,
-    version: int,
-    table: U64,
-    folder: str | None,
-    files: tuple[AnchorFile, ...],
-    origin: str = "",
+    source: _Source, version: int, table: U64, folder: str | None, files: tuple[AnchorFile, ...], origin: str = ""
 ) -> Anchor:
     return Anchor(
         format=LEVEL,
@@ -694,14 +672,7 @@ def publish_folder(
 
 
 def _folder_delta(
-    writer: Writer,
-    upload: _Upload,
-    source: _Source,
-    base: str | None,
-    scratch: str | None,
-    *,
-    codec: str,
-    form: str,
+    writer: Writer, upload: _Upload, source: _Source, base: str | None, scratch: str | None, *, codec: str, form: str
 ) -> Draft:
     head = writer.head
     assert head is not None
@@ -862,12 +833,7 @@ class Publisher:
         return manifest
 
     def _first(
-        self,
-        upload: _Upload,
-        layout: Layout,
-        where: U64,
-        step: int | None,
-        metadata: Mapping[str, str] | None,
+        self, upload: _Upload, layout: Layout, where: U64, step: int | None, metadata: Mapping[str, str] | None
     ) -> Manifest:
         placement = self._serving.checkpoint.placement if self._serving else default_placement(layout)
         base, held = _arena(layout, placement)

@@ -151,9 +151,7 @@ def _tensor(name: str, entry: object, what: str) -> Tensor:
 
 
 def header_bytes(
-    tensors: Iterable[tuple[str, str, Sequence[int], int]],
-    metadata: dict[str, str] | None,
-    align: int = 8,
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: dict[str, str] | None, align: int = 8
 ) -> bytes:
     """Write a header with its length field; tensors: (name, dtype, shape, nbytes) in offset order.
 
@@ -162,11 +160,7 @@ def header_bytes(
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     begin = 0
     for name, dtype, shape, nbytes in tensors:
-        entries[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [begin, begin + nbytes],
-        }
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + nbytes]}
         begin += nbytes
     raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-(8 + len(raw)) % align)

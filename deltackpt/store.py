@@ -17,14 +17,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from deltackpt.codec import Bytes
-from deltackpt.errors import (
-    AlreadyExists,
-    ConfigError,
-    IntegrityError,
-    NotFound,
-    StoreError,
-    Unavailable,
-)
+from deltackpt.errors import AlreadyExists, ConfigError, IntegrityError, NotFound, StoreError, Unavailable
 
 
 class Store(Protocol):
@@ -62,15 +55,7 @@ def read(store: Store, key: str, *, limit: int) -> bytes:
 
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_UNKNOWN = {
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.EINTR,
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.ENOTCONN,
-}
+_UNKNOWN = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN}
 
 
 def store_error(exc: OSError, what: str) -> StoreError:

@@ -62,11 +62,7 @@ def collect(params: Params) -> Live:
             whole = bits(tensor).contiguous()
             found[name] = (dtype, shape, whole.data_ptr(), whole)
     layout = Layout(list(found), [f[0] for f in found.values()], [f[1] for f in found.values()])
-    return Live(
-        layout,
-        np.array([found[n][2] for n in layout.names], np.uint64),
-        tuple(f[3] for f in found.values()),
-    )
+    return Live(layout, np.array([found[n][2] for n in layout.names], np.uint64), tuple(f[3] for f in found.values()))
 
 
 def _numpy(
@@ -252,12 +248,7 @@ class StagedTensors:
     """Decoded columns, ready for the one short apply."""
 
     def __init__(self, target: TensorTarget, reader: Reader, plan: Plan) -> None:
-        self.target, self.plan, self.version, self.threads = (
-            target,
-            plan,
-            plan.version,
-            reader.threads,
-        )
+        self.target, self.plan, self.version, self.threads = (target, plan, plan.version, reader.threads)
         layout = target._layout
         assert layout is not None
         wanted = reader.manifest(plan.version)
@@ -337,13 +328,7 @@ def read_anchor(anchor: AnchorSource, where: U64, threads: int | None) -> None:
     for i, nbytes in enumerate(checkpoint.layout.nbytes.tolist()):
         if nbytes:
             out = memoryview(view(int(where[i]), nbytes)).cast("B")
-            read_chunks(
-                anchor.store,
-                anchor.keys[int(checkpoint.file[i])],
-                out,
-                int(checkpoint.offset[i]),
-                threads,
-            )
+            read_chunks(anchor.store, anchor.keys[int(checkpoint.file[i])], out, int(checkpoint.offset[i]), threads)
 
 
 def restore_into(reader: Reader, version: int, where: U64) -> None:

@@ -121,12 +121,7 @@ def _nvfp4(master: F32) -> list[Bytes]:
     scaled = blocks / (scale.astype(np.float32) * whole)
     codes = np.clip(scaled, -6, 6).astype(float4_e2m1fn).view(np.uint8).reshape(-1) & 15
     packed = codes[::2] | codes[1::2] << 4
-    return [
-        _bytes(packed),
-        _bytes(scale),
-        _bytes(np.array([whole])),
-        _bytes(np.ones(1, np.float32)),
-    ]
+    return [_bytes(packed), _bytes(scale), _bytes(np.array([whole])), _bytes(np.ones(1, np.float32))]
 
 
 def fp8(elements: int, lr: float) -> list[Pair]:
@@ -342,11 +337,7 @@ def write_safetensors(path: Path, tensors: Sequence[Stored]) -> None:
     header, offset = {}, 0
     for tensor in tensors:
         end = offset + tensor.nbytes
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": (offset, end),
-        }
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -525,11 +516,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=Path, help="folder with step-000000.safetensors ... of a real run")
     add("--machine", action="store_true", help="memcpy and read bandwidth")
     add("--cli", action="store_true", help="--help and a small warm pull")
-    add(
-        "--memory",
-        action="store_true",
-        help="peak memory of publish and pull; about 5 x --gib of disk",
-    )
+    add("--memory", action="store_true", help="peak memory of publish and pull; about 5 x --gib of disk")
     add("--gib", type=float, default=4.0, help="size of the model of --memory")
     add("--many", action="store_true", help="60,000 tensors")
     add("--log", action="store_true", help="log of a store with --versions versions")
