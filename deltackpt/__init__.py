@@ -3,6 +3,7 @@
 `import deltackpt` imports no torch, no CUDA and no storage client.
 """
 
+from deltackpt.anchor import make_anchor
 from deltackpt.errors import (
     AlreadyExists,
     Busy,
@@ -22,7 +23,7 @@ from deltackpt.errors import (
 from deltackpt.folder import CheckpointTarget
 from deltackpt.follow import Follower, Prepared
 from deltackpt.manifest import Manifest
-from deltackpt.publish import Publisher, make_anchor, publish_folder
+from deltackpt.publish import Publisher, publish_folder
 from deltackpt.store import open_store
 from deltackpt.tensors import TensorTarget
 
