@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import sys
 import threading
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -29,7 +30,9 @@ XOR, SET, READ = 0, 1, 2
 """Modes of apply: flip the bits; write the values as they are; leave memory and turn flips into new values."""
 
 JIT_BYTES = 64 << 20
-"""Below this many bytes of weights numpy is done before numba is imported (0.6 s)."""
+"""Below this many bytes of weights numpy is done before numba is imported and loaded (0.6 s)."""
+_CACHED = 256 << 10
+"""Bytes per numpy pass, so that intermediate arrays stay in the cache."""
 
 _UNIT = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}
 _local = threading.local()
@@ -60,6 +63,8 @@ class Extracted:
 
 def use_jit(nbytes: int) -> bool:
     """Say whether work on `nbytes` of weights goes through numba."""
+    if "deltackpt.jit" in sys.modules:
+        return True
     return nbytes >= JIT_BYTES and importlib.util.find_spec("numba") is not None
 
 
@@ -105,18 +110,20 @@ def view(address: int, nbytes: int) -> U8:
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(int(address)), np.uint8)
 
 
-def _gather(segments: Segments, addresses: U64) -> U64:
-    """Return all elements of the rows, one after the other, zero-extended to u64."""
+def _gather(segments: Segments, addresses: U64) -> npt.NDArray[np.unsignedinteger]:
+    """Return all elements of the rows, one after the other, as unsigned integers of their width."""
     width = segments.width
-    rows = [view(a, n * width) for a, n in zip(addresses, segments.count, strict=True)]
-    joined = np.concatenate(rows) if rows else np.empty(0, np.uint8)
-    return joined.view(f"<u{width}").astype(np.uint64)
+    rows = [view(a, n * width) for a, n in zip(addresses.tolist(), segments.count.tolist(), strict=True)]
+    joined = rows[0] if len(rows) == 1 else np.concatenate(rows)
+    elements: npt.NDArray[np.unsignedinteger] = joined.view(f"<u{width}")
+    return elements
 
 
-def _elements(segments: Segments) -> I64:
-    """Index in its tensor of every element of the rows."""
+def _element(segments: Segments, at: I64) -> U64:
+    """Return the index in its tensor of each element, given its index in all elements of the rows."""
     first = np.cumsum(segments.count) - segments.count
-    return np.arange(int(segments.count.sum())) + np.repeat(segments.start - first, segments.count)
+    row = np.searchsorted(first, at, side="right") - 1
+    return (at - first[row] + segments.start[row]).astype(np.uint64)
 
 
 def _row_sums(segments: Segments, terms: U64, at: I64) -> U64:
@@ -127,34 +134,39 @@ def _row_sums(segments: Segments, terms: U64, at: I64) -> U64:
     return cut[1:] - cut[:-1]
 
 
-def _planes(values: U64, width: int) -> U8:
+def _changes(segments: Segments, at: I64, before: U64, after: U64) -> U64:
+    """Return per row what turning `before` into `after` adds to the fingerprint."""
+    element = _element(segments, at)
+    terms = contribution(segments.width, element, after) - contribution(segments.width, element, before)
+    return _row_sums(segments, terms, at)
+
+
+def _planes(values: npt.NDArray[np.unsignedinteger], width: int) -> U8:
     raw = values.astype(f"<u{width}").view(np.uint8).reshape(len(values), width)
     return np.ascontiguousarray(raw.T)
 
 
 def _extract_numpy(segments: Segments, old: U64, new: U64) -> Extracted:
     before, after = _gather(segments, old), _gather(segments, new)
-    flips = before ^ after
-    at = np.flatnonzero(flips)
+    at = np.flatnonzero(before != after)
     lengths = segments.tile_lengths()
     first = np.cumsum(lengths) - lengths
     tile = np.searchsorted(first, at, side="right") - 1
     counts = np.bincount(tile, minlength=len(lengths))
     dense_tile = 4 * counts > lengths
-    sparse = at[~dense_tile[tile]]
-    in_tile = sparse - first[np.searchsorted(first, sparse, side="right") - 1]
-    previous = np.concatenate(([-1], in_tile[:-1])) if len(in_tile) else in_tile
-    gap = np.where(np.diff(tile[~dense_tile[tile]], prepend=-1) != 0, in_tile, in_tile - previous - 1)
+    is_sparse = ~dense_tile[tile]
+    sparse, tile = at[is_sparse], tile[is_sparse]
+    in_tile = sparse - first[tile]
+    gap = np.where(np.diff(tile, prepend=-1) != 0, in_tile, np.diff(in_tile, prepend=0) - 1)
+    dense = np.flatnonzero(np.repeat(dense_tile, lengths)) if dense_tile.any() else np.empty(0, np.int64)
     columns = Columns(
         np.where(dense_tile, DENSE, counts).astype(np.uint16),
         _planes(gap.astype(np.uint64), 2),
-        _planes(flips[sparse], segments.width),
-        _planes(flips[np.repeat(dense_tile, lengths)], segments.width),
+        _planes(before[sparse] ^ after[sparse], segments.width),
+        _planes(before[dense] ^ after[dense], segments.width),
     )
-    element = _elements(segments)[at].astype(np.uint64)
-    terms = contribution(segments.width, element, after[at]) - contribution(segments.width, element, before[at])
-    ones = np.ones(len(at), np.uint64)
-    return Extracted(columns, _row_sums(segments, terms, at), _row_sums(segments, ones, at).astype(np.int64))
+    fp = _changes(segments, at, before[at].astype(np.uint64), after[at].astype(np.uint64))
+    return Extracted(columns, fp, _row_sums(segments, np.ones(len(at), np.uint64), at).astype(np.int64))
 
 
 def positions(segments: Segments, columns: Columns) -> tuple[I64, U64]:
@@ -253,9 +265,7 @@ def _apply_numpy(piece: Slice, addresses: U64, columns: Columns, mode: int) -> U
             memory[where] = after[here].astype(memory.dtype)
     if mode == READ:
         _replace_values(segments, mine, at, after)
-    element = _elements(segments)[at].astype(np.uint64)
-    terms = contribution(width, element, after) - contribution(width, element, before)
-    return _row_sums(segments, terms, at)
+    return _changes(segments, at, before, after)
 
 
 def _replace_values(segments: Segments, columns: Columns, at: I64, values: U64) -> None:
@@ -275,12 +285,17 @@ def fingerprint(segments: Segments, addresses: U64, *, jit: bool) -> U64:
 
         compiled.fingerprint(addresses, nbytes, first_word, fp)
         return fp
-    for row, (address, n, word) in enumerate(zip(addresses, nbytes, first_word, strict=True)):
-        padded = np.zeros(-(-int(n) // 4) * 4, np.uint8)
-        padded[:n] = view(address, int(n))
-        words = padded.view("<u4").astype(np.uint64)
-        index = np.arange(word, word + len(words), dtype=np.uint64)
-        fp[row] = (words * keys(index)).sum(dtype=np.uint64)
+    for row, (address, n, word) in enumerate(
+        zip(addresses.tolist(), nbytes.tolist(), first_word.tolist(), strict=True)
+    ):
+        total = np.uint64(0)
+        for begin in range(0, n, _CACHED):
+            part = view(address + begin, min(_CACHED, n - begin))
+            padded = np.concatenate((part, np.zeros(-len(part) % 4, np.uint8))) if len(part) % 4 else part
+            first = word + begin // 4
+            index = np.arange(first, first + len(padded) // 4, dtype=np.uint64)
+            total = np.add(total, (padded.view("<u4") * keys(index)).sum(dtype=np.uint64), dtype=np.uint64)
+        fp[row] = total
     return fp
 
 
