@@ -316,7 +316,7 @@ def _decode_planes(segments: Segments, frames: Sequence[Frame], threads: int | N
     counts = np.empty(2 * segments.tiles, np.uint8)
     _fill({COUNTS: counts}, of_plane, threads)
     columns_counts = counts.view("<u2")
-    k, d = require_counts(segments.tile_lengths(), columns_counts)
+    k, d = require_counts(segments.tile_lengths, columns_counts)
     sizes = {p: k for p in (GAP, GAP + 1, *range(VALUE, VALUE + width))}
     sizes |= {p: d for p in range(DENSE, DENSE + width)}
     for plane, nbytes in sizes.items():

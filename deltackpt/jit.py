@@ -176,46 +176,66 @@ def _compare(unit, left, right, length, masks, where):  # type: ignore[no-untype
     return used, changes
 
 
+@_inner
+def _sum_changes(unit, element, at, old, new, n):  # type: ignore[no-untyped-def]  # compiled
+    """What n changes add to the fingerprint. A loop of its own, so that it becomes vector code."""
+    total = _U(0)
+    for i in range(n):
+        total += _change(unit, element + at[i], old[i], new[i])
+    return total
+
+
+@_inner
+def _split(unit, planes, k, old, new, n):  # type: ignore[no-untyped-def]  # compiled
+    """Write the bytes of old ^ new to the planes from k on."""
+    for b in range(_width(unit)):
+        plane = planes[np.int64(b)]
+        shift = _U(8) * b
+        for i in range(n):
+            plane[k + i] = ((old[i] ^ new[i]) >> shift) & _U(255)
+
+
 @_jit
-def extract(unit, old, new, count, start, counts, gaps, values, dense, fp, changed, masks, where):  # type: ignore[no-untyped-def]  # compiled
+def extract(unit, old, new, count, start, counts, gaps, values, dense, fp, changed, masks, where, at, before, after):  # type: ignore[no-untyped-def]  # compiled
     """Fill the columns of all tiles of all rows; returns how many sparse changes and dense elements."""
     width = _width(unit)
     k, d, tile = 0, 0, 0
     for row in range(len(count)):
         total, row_changes = _U(0), _U(0)
         for first in range(0, count[row], TILE):
-            length = _U(min(TILE, count[row] - first))
+            length = min(TILE, count[row] - first)
             left, right = old[row] + _U(first) * width, new[row] + _U(first) * width
-            element = _U(start[row] + first)
-            used, changes = _compare(unit, left, right, length, masks, where)
+            used, changes = _compare(unit, left, right, _U(length), masks, where)
             row_changes += changes
-            if _U(4) * changes > length:
+            n = np.int64(changes)
+            if 4 * n > length:
                 counts[tile] = 0xFFFF
-                for e in range(length):
-                    a, b = _U(_load(left + e * width, unit)), _U(_load(right + e * width, unit))
-                    x = a ^ b
-                    for i in range(width):
-                        dense[i, d + np.int64(e)] = (x >> (_U(8) * i)) & _U(255)
-                    if x != _U(0):
-                        total += _change(unit, element + e, a, b)
-                d += np.int64(length)
+                n = length
+                for i in range(n):
+                    at[i] = i
             else:
-                counts[tile] = changes
-                previous = _U(0)
+                counts[tile] = n
+                i = 0
                 for m in range(used):
                     mask, base = masks[m], where[m]
                     while mask != _U(0):
-                        p = base + _lowest_bit(mask)
+                        at[i] = base + _lowest_bit(mask)
                         mask &= mask - _U(1)
-                        a, b = _U(_load(left + p * width, unit)), _U(_load(right + p * width, unit))
-                        gap = p - previous
-                        previous = p + _U(1)
-                        gaps[0, k], gaps[1, k] = gap & _U(255), gap >> _U(8)
-                        x = a ^ b
-                        for i in range(width):
-                            values[i, k] = (x >> (_U(8) * i)) & _U(255)
-                        k += 1
-                        total += _change(unit, element + p, a, b)
+                        i += 1
+            for i in range(n):
+                before[i] = _load(left + at[i] * width, unit)
+                after[i] = _load(right + at[i] * width, unit)
+            if counts[tile] == 0xFFFF:
+                _split(unit, dense, d, before, after, n)
+                d += n
+            elif n != 0:
+                gaps[0, k], gaps[1, k] = at[0] & _U(255), at[0] >> _U(8)
+                for i in range(1, n):
+                    gap = at[i] - at[i - 1] - _U(1)
+                    gaps[0, k + i], gaps[1, k + i] = gap & _U(255), gap >> _U(8)
+                _split(unit, values, k, before, after, n)
+                k += n
+            total += _sum_changes(unit, _U(start[row] + first), at, before, after, n)
             tile += 1
         fp[row] = total
         changed[row] = row_changes
@@ -223,33 +243,33 @@ def extract(unit, old, new, count, start, counts, gaps, values, dense, fp, chang
 
 
 @_inner
-def _gather_value(unit, planes, k):  # type: ignore[no-untyped-def]  # compiled
-    value = _U(0)
-    for i in range(_width(unit)):
-        value |= _U(planes[i, k]) << (_U(8) * i)
-    return value
-
-
-@_inner
-def _put(unit, mode, address, element, planes, k):  # type: ignore[no-untyped-def]  # compiled
-    """Apply one change; returns what it adds to the fingerprint. Modes: see kernels.apply."""
-    old = _U(_load(address, unit))
-    value = _gather_value(unit, planes, k)
-    new = value if mode == 1 else old ^ value
+def _put(unit, mode, address, element, planes, k, n, at, before, after):  # type: ignore[no-untyped-def]  # compiled
+    """Apply n changes of a tile; returns what they add to the fingerprint. Modes: see kernels.apply."""
+    width = _width(unit)
+    for i in range(n):
+        place = address + at[i] * width
+        old = _U(_load(place, unit))
+        new = _U(planes[0, k + i])
+        for b in range(_U(1), width):
+            new |= _U(planes[np.int64(b), k + i]) << (_U(8) * b)
+        if mode != 1:
+            new ^= old
+        if mode != 2:
+            _store(place, type(unit)(new))
+        before[i], after[i] = old, new
     if mode == 2:
-        for i in range(_width(unit)):
-            planes[i, k] = (new >> (_U(8) * i)) & _U(255)
-    else:
-        _store(address, type(unit)(new))
-    return _change(unit, element, old, new)
+        for b in range(width):
+            for i in range(n):
+                planes[np.int64(b), k + i] = (after[i] >> (_U(8) * b)) & _U(255)
+    return _sum_changes(unit, element, at, before, after, n)
 
 
 @_jit
-def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense, d, fp, at):  # type: ignore[no-untyped-def]  # compiled
+def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense, d, fp, at, before, after):  # type: ignore[no-untyped-def]  # compiled
     """Apply the columns from tile, k, d on to all rows. fp: the fingerprint differences, per row, added to.
 
     Positions of a tile are summed up, and their cache lines asked for, before the tile ahead of it is written, so
-    that memory latency overlaps. Two halves of `at` take turns.
+    that memory latency overlaps. Two rows of `at` take turns.
     """
     width = _width(unit)
     n, half, k_waiting, row_waiting = 0, 0, 0, 0
@@ -261,32 +281,32 @@ def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense
             changes = np.int64(counts[tile])
             tile += 1
             if changes == 0xFFFF:
-                total = _U(0)
-                for e in range(_U(min(TILE, count[row] - first))):
-                    total += _put(unit, mode, address + e * width, element + e, dense, d + np.int64(e))
-                fp[row] += total
-                d += min(TILE, count[row] - first)
+                length = min(TILE, count[row] - first)
+                every = at[2]
+                for i in range(length):
+                    every[i] = i
+                fp[row] += _put(unit, mode, address, element, dense, d, length, every, before, after)
+                d += length
                 continue
-            here = half * TILE
+            here = at[half]
             p = _U(0)
             for i in range(changes):
                 p += _U(gaps[0, k + i]) + (_U(gaps[1, k + i]) << _U(8))
-                at[here + i] = p
+                here[i] = p
                 _prefetch(address + p * width)
                 p += _U(1)
-            total = _U(0)
-            there = (1 - half) * TILE
-            for i in range(n):
-                p = _U(at[there + i])
-                total += _put(unit, mode, address_waiting + p * width, element_waiting + p, values, k_waiting + i)
-            fp[row_waiting] += total
+            there = at[1 - half]
+            fp[row_waiting] += _put(
+                unit, mode, address_waiting, element_waiting, values, k_waiting, n, there, before, after
+            )
             n, half, k_waiting, row_waiting = changes, 1 - half, k, row
             address_waiting, element_waiting = address, element
             k += changes
-    there = (1 - half) * TILE
-    for i in range(n):
-        p = _U(at[there + i])
-        fp[row_waiting] += _put(unit, mode, address_waiting + p * width, element_waiting + p, values, k_waiting + i)
+    if n:
+        there = at[1 - half]
+        fp[row_waiting] += _put(
+            unit, mode, address_waiting, element_waiting, values, k_waiting, n, there, before, after
+        )
 
 
 @_jit

@@ -92,12 +92,12 @@ def _extract_jit(segments: Segments, old: U64, new: U64) -> Extracted:
     gaps = _scratch("gaps", (2, room // 4 + TILE), np.uint8)
     values = _scratch("values", (width, room // 4 + TILE), np.uint8)
     dense = _scratch("dense", (width, room), np.uint8)
-    masks, where = _scratch("masks", TILE + 1, np.uint64), _scratch("where", TILE + 1, np.uint64)
+    lists = _scratch("lists", (5, TILE + 1), np.uint64)  # masks, where, at, before, after
     counts = np.empty(segments.tiles, np.uint16)
     fp, changed = np.empty(len(old), np.uint64), np.empty(len(old), np.int64)
     k, d = jit.extract(
         _UNIT[width], old, new, segments.count, segments.start,
-        counts, gaps, values, dense, fp, changed, masks, where,
+        counts, gaps, values, dense, fp, changed, *lists,
     )  # fmt: skip
     columns = Columns(counts, gaps[:, :k].copy(), values[:, :k].copy(), dense[:, :d].copy())  # type: ignore[arg-type]  # u8 scratch
     return Extracted(columns, fp, changed)
@@ -149,7 +149,7 @@ def _planes(values: npt.NDArray[np.unsignedinteger], width: int) -> U8:
 def _extract_numpy(segments: Segments, old: U64, new: U64) -> Extracted:
     before, after = _gather(segments, old), _gather(segments, new)
     at = np.flatnonzero(before != after)
-    lengths = segments.tile_lengths()
+    lengths = segments.tile_lengths
     first = np.cumsum(lengths) - lengths
     tile = np.searchsorted(first, at, side="right") - 1
     counts = np.bincount(tile, minlength=len(lengths))
@@ -171,7 +171,7 @@ def _extract_numpy(segments: Segments, old: U64, new: U64) -> Extracted:
 
 def positions(segments: Segments, columns: Columns) -> tuple[I64, U64]:
     """Return where the changes are, as indices into all elements of the rows, sorted, and their values."""
-    lengths = segments.tile_lengths()
+    lengths = segments.tile_lengths
     first = np.cumsum(lengths) - lengths
     dense_tile = columns.counts == DENSE
     n = np.where(dense_tile, 0, columns.counts).astype(np.int64)
@@ -206,7 +206,7 @@ class Slice:
         counts = columns.counts[self.tile : self.tile + self.segments.tiles]
         dense_tile = counts == DENSE
         k = self.k + int(counts[~dense_tile].sum(dtype=np.int64))
-        d = self.d + int(self.segments.tile_lengths()[dense_tile].sum())
+        d = self.d + int(self.segments.tile_lengths[dense_tile].sum())
         return Columns(counts, columns.gaps[:, self.k : k], columns.values[:, self.k : k], columns.dense[:, self.d : d])
 
 
@@ -217,7 +217,7 @@ def slices(segments: Segments, columns: Columns, nbytes: int) -> list[Slice]:
         return [Slice(segments, 0, 0, 0)]
     dense_tile = columns.counts == DENSE
     sparse_before = np.concatenate(([0], np.cumsum(np.where(dense_tile, 0, columns.counts), dtype=np.int64)))
-    dense_before = np.concatenate(([0], np.cumsum(np.where(dense_tile, segments.tile_lengths(), 0))))
+    dense_before = np.concatenate(([0], np.cumsum(np.where(dense_tile, segments.tile_lengths, 0))))
     tiles = np.cumsum([0] + [p.tiles for p in pieces[:-1]])
     return [
         Slice(piece, int(tile), int(sparse_before[tile]), int(dense_before[tile]))
@@ -239,10 +239,10 @@ def _apply_jit(piece: Slice, addresses: U64, columns: Columns, mode: int) -> U64
 
     segments = piece.segments
     fp = np.zeros(len(addresses), np.uint64)
-    at = _scratch("at", 2 * TILE, np.uint16)
+    at, values = _scratch("at", (3, TILE), np.uint64), _scratch("values of a tile", (2, TILE), np.uint64)
     jit.apply(
         _UNIT[segments.width], mode, addresses, segments.count, segments.start, columns.counts, piece.tile,
-        columns.gaps, columns.values, piece.k, columns.dense, piece.d, fp, at,
+        columns.gaps, columns.values, piece.k, columns.dense, piece.d, fp, at, *values,
     )  # fmt: skip
     return fp
 
@@ -270,7 +270,7 @@ def _apply_numpy(piece: Slice, addresses: U64, columns: Columns, mode: int) -> U
 
 def _replace_values(segments: Segments, columns: Columns, at: I64, values: U64) -> None:
     """Write new values into the value and dense planes of columns whose changes are at `at`."""
-    in_dense = np.repeat(columns.counts == DENSE, segments.tile_lengths())[at]
+    in_dense = np.repeat(columns.counts == DENSE, segments.tile_lengths)[at]
     columns.values[:] = _planes(values[~in_dense], segments.width)
     columns.dense[:] = _planes(values[in_dense], segments.width)
 
@@ -314,7 +314,7 @@ def check(piece: Slice, columns: Columns, *, jit: bool) -> None:
 
     Positions only grow, so that is enough. Counts have passed require_counts.
     """
-    lengths = piece.segments.tile_lengths()
+    lengths = piece.segments.tile_lengths
     counts = columns.counts[piece.tile : piece.tile + len(lengths)]
     if jit:
         from deltackpt import jit as compiled

@@ -84,8 +84,9 @@ class Segments:
         """Bytes of weights."""
         return int(self.count.sum()) * self.width
 
+    @cached_property
     def tile_lengths(self) -> I64:
-        """Return the number of elements of each tile, in order."""
+        """Number of elements of each tile, in order."""
         per = -(-self.count // TILE)
         lengths = np.full(int(per.sum()), TILE, np.int64)
         lengths[np.cumsum(per) - 1] = self.count - (per - 1) * TILE
