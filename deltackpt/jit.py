@@ -78,6 +78,16 @@ def _store(_typing: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def _pointer(_typing: Any, address: Any) -> Any:
+    """Turn an address into a pointer to bytes."""
+
+    def emit(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.CPointer(types.uint8)(types.uint64), emit
+
+
+@intrinsic
 def _differs(_typing: Any, left: Any, right: Any, unit: Any) -> Any:
     """Compare one block; bit i of the result is set where element i differs."""
     count = _BLOCK * 8 // unit.bitwidth
@@ -186,13 +196,56 @@ def _sum_changes(unit, element, at, old, new, n):  # type: ignore[no-untyped-def
 
 
 @_inner
+def _sum_words(address, nbytes, word):  # type: ignore[no-untyped-def]  # compiled
+    """Fingerprint of nbytes that begin at a word of their tensor; the last word is zero-padded."""
+    total = _U(0)
+    for i in range(nbytes >> 2):
+        total += _U(_load(address + (_U(i) << _U(2)), np.uint32(0))) * _key(word + _U(i))
+    last = _U(0)
+    for i in range(nbytes & ~3, nbytes):
+        last |= _U(_load(address + _U(i), np.uint8(0))) << _U((i & 3) << 3)
+    return total + last * _key(word + _U(nbytes >> 2))
+
+
+@_inner
+def _bytes(address, nbytes):  # type: ignore[no-untyped-def]  # compiled
+    return numba.carray(_pointer(address), nbytes)
+
+
+@_inner
+def _split_tile(unit, planes, d, left, right, length):  # type: ignore[no-untyped-def]  # compiled
+    """Write the byte planes of a whole tile's XOR."""
+    width = _width(unit)
+    a, b = _bytes(left, length * np.int64(width)), _bytes(right, length * np.int64(width))
+    for i in range(width):
+        plane = planes[np.int64(i), d : d + length]
+        for e in range(_U(length)):
+            plane[e] = a[e * width + i] ^ b[e * width + i]
+
+
+@_inner
+def _put_tile(unit, mode, planes, d, address, length):  # type: ignore[no-untyped-def]  # compiled
+    """Apply the byte planes of a whole tile, mode XOR or SET."""
+    width = _width(unit)
+    memory = _bytes(address, length * np.int64(width))
+    for i in range(width):
+        plane = planes[np.int64(i), d : d + length]
+        if mode == 1:
+            for e in range(_U(length)):
+                memory[e * width + i] = plane[e]
+        else:
+            for e in range(_U(length)):
+                memory[e * width + i] ^= plane[e]
+
+
+@_inner
 def _split(unit, planes, k, old, new, n):  # type: ignore[no-untyped-def]  # compiled
     """Write the bytes of old ^ new to the planes from k on."""
     for b in range(_width(unit)):
-        plane = planes[np.int64(b)]
+        plane = planes[np.int64(b), k : k + n]
         shift = _U(8) * b
         for i in range(n):
-            plane[k + i] = ((old[i] ^ new[i]) >> shift) & _U(255)
+            plane[i] = ((old[i] ^ new[i]) >> shift) & _U(255)
 
 
 @_jit
@@ -208,11 +261,13 @@ def extract(unit, old, new, count, start, counts, gaps, values, dense, fp, chang
             used, changes = _compare(unit, left, right, _U(length), masks, where)
             row_changes += changes
             n = np.int64(changes)
+            element = _U(start[row] + first)
             if 4 * n > length:
                 counts[tile] = 0xFFFF
-                n = length
-                for i in range(n):
-                    at[i] = i
+                _split_tile(unit, dense, d, left, right, length)
+                d += length
+                nbytes, word = length * np.int64(width), element * width >> _U(2)
+                total += _sum_words(right, nbytes, word) - _sum_words(left, nbytes, word)
             else:
                 counts[tile] = n
                 i = 0
@@ -222,20 +277,18 @@ def extract(unit, old, new, count, start, counts, gaps, values, dense, fp, chang
                         at[i] = base + _lowest_bit(mask)
                         mask &= mask - _U(1)
                         i += 1
-            for i in range(n):
-                before[i] = _load(left + at[i] * width, unit)
-                after[i] = _load(right + at[i] * width, unit)
-            if counts[tile] == 0xFFFF:
-                _split(unit, dense, d, before, after, n)
-                d += n
-            elif n != 0:
-                gaps[0, k], gaps[1, k] = at[0] & _U(255), at[0] >> _U(8)
+                for i in range(n):
+                    before[i] = _load(left + at[i] * width, unit)
+                    after[i] = _load(right + at[i] * width, unit)
+                low, high = gaps[0, k : k + n], gaps[1, k : k + n]
+                if n != 0:
+                    low[0], high[0] = at[0] & _U(255), at[0] >> _U(8)
                 for i in range(1, n):
                     gap = at[i] - at[i - 1] - _U(1)
-                    gaps[0, k + i], gaps[1, k + i] = gap & _U(255), gap >> _U(8)
+                    low[i], high[i] = gap & _U(255), gap >> _U(8)
                 _split(unit, values, k, before, after, n)
                 k += n
-            total += _sum_changes(unit, _U(start[row] + first), at, before, after, n)
+                total += _sum_changes(unit, element, at, before, after, n)
             tile += 1
         fp[row] = total
         changed[row] = row_changes
@@ -282,10 +335,16 @@ def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense
             tile += 1
             if changes == 0xFFFF:
                 length = min(TILE, count[row] - first)
-                every = at[2]
-                for i in range(length):
-                    every[i] = i
-                fp[row] += _put(unit, mode, address, element, dense, d, length, every, before, after)
+                if mode == 2:
+                    every = at[2]
+                    for i in range(length):
+                        every[i] = i
+                    fp[row] += _put(unit, mode, address, element, dense, d, length, every, before, after)
+                else:
+                    nbytes, word = length * np.int64(width), element * width >> _U(2)
+                    old = _sum_words(address, nbytes, word)
+                    _put_tile(unit, mode, dense, d, address, length)
+                    fp[row] += _sum_words(address, nbytes, word) - old
                 d += length
                 continue
             here = at[half]
@@ -312,17 +371,8 @@ def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense
 @_jit
 def fingerprint(address, nbytes, first_word, fp):  # type: ignore[no-untyped-def]  # compiled
     """Fingerprint of the bytes of each row. first_word: u32 words of the tensor before the row."""
-    word = np.uint32(0)
     for row in range(len(nbytes)):
-        words = nbytes[row] >> 2
-        base, j = address[row], _U(first_word[row])
-        total = _U(0)
-        for i in range(words):
-            total += _U(_load(base + (_U(i) << _U(2)), word)) * _key(j + _U(i))
-        last = _U(0)
-        for i in range(words << 2, nbytes[row]):
-            last |= _U(_load(base + _U(i), np.uint8(0))) << _U((i & 3) << 3)
-        fp[row] = total + last * _key(j + _U(words))
+        fp[row] = _sum_words(address[row], nbytes[row], _U(first_word[row]))
 
 
 @_jit
