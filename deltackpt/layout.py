@@ -42,7 +42,11 @@ def element_width(dtype: str) -> int:
 
 
 def tensor_nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
-    """Return a tensor's size. Raises FormatError for an unknown dtype or an impossible shape."""
+    """Return a tensor's size. Raises FormatError for an unknown dtype, an impossible shape or name."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as exc:
+        raise FormatError(f"tensor {name!r}: the name is not valid Unicode") from exc
     if dtype not in BITS:
         raise FormatError(f"tensor {name}: dtype {dtype!r} is unknown; expected one of {' '.join(BITS)}")
     bits = BITS[dtype]
@@ -50,8 +54,9 @@ def tensor_nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
         if extent < 0:
             raise FormatError(f"tensor {name}: shape {list(shape)} has a negative extent")
         bits *= extent
-    if bits > MAX_BYTES * 8:
-        raise FormatError(f"tensor {name}: shape {list(shape)} needs more than 2^62 bytes")
+        # At once, before hostile extents grow into a number of a million digits.
+        if extent > MAX_BYTES or bits > MAX_BYTES * 8:
+            raise FormatError(f"tensor {name}: a shape of {len(shape)} extents needs more than 2^62 bytes")
     if bits % 8:
         raise FormatError(f"tensor {name}: {dtype}{list(shape)} is {bits} bits, not whole bytes")
     return bits // 8
@@ -124,7 +129,7 @@ class Layout:
     """
 
     def __init__(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        order = sorted(range(len(names)), key=lambda i: names[i].encode())
+        order = sorted(range(len(names)), key=lambda i: names[i].encode("utf-8", "surrogatepass"))
         self.names = tuple(names[i] for i in order)
         self.dtypes = tuple(dtypes[i] for i in order)
         self.shapes = tuple(tuple(shapes[i]) for i in order)
