@@ -23,9 +23,10 @@ FEATURES: frozenset[str] = frozenset()
 MAX_MANIFEST = 16 << 20
 """Bytes; a larger manifest or small record is refused before it is read."""
 
-Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Fingerprint: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+# The length too: in a pattern, $ also matches before a newline at the end.
+Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
+Fingerprint: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$", max_length=16)]
+Checksum: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 Mode: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0o777)]
@@ -196,7 +197,7 @@ def decode(data: bytes, record: type[T], what: str) -> T:
     """Parse a record. what: named in errors. Raises FormatError with the path of the fault."""
     try:
         return msgspec.json.decode(data, type=record)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise FormatError(f"{what}: {exc}") from exc
 
 
@@ -238,6 +239,8 @@ def _check(manifest: Manifest, what: str) -> None:
     }
     if not expected[kind]:
         raise FormatError(f"{what}: base, anchor, shards or present do not fit kind {kind!r}")
+    if manifest.anchor is not None:
+        require_key(manifest.anchor.key, f"{what}: anchor")
     if manifest.partition is not None:
         raise UnsupportedFormat(f"{what}: published in parts; update deltackpt")
     for shard in manifest.shards:
@@ -248,12 +251,12 @@ def _check(manifest: Manifest, what: str) -> None:
         require_file_name(side.name, f"{what}: side file")
 
 
-_KEY = re.compile(r"^[a-z]+(/[A-Za-z0-9._+=@-]+)+$")
+_KEY = re.compile(r"[a-z]+(/[A-Za-z0-9._+=@-]+)+")
 
 
 def require_key(key: str, what: str) -> None:
     """Raise FormatError unless `key` is a plain key that stays inside the store."""
-    if not _KEY.match(key) or any(p in (".", "..") for p in key.split("/")):
+    if not _KEY.fullmatch(key) or any(p in (".", "..") for p in key.split("/")):
         raise FormatError(f"{what} {key!r} is not a plain key inside the store")
 
 
@@ -266,7 +269,7 @@ def require_file_name(name: str, what: str, *, folders: bool = True) -> None:
     bad = (
         not name
         or any(p in ("", ".", "..") or p.startswith(".") for p in parts)
-        or any(ord(c) < 32 or c in "\\:" for c in name)
+        or any(ord(c) < 32 or "\ud800" <= c <= "\udfff" or c in "\\:" for c in name)
         or (len(parts) > 1 and not folders)
         or len(name.encode()) > 1024
     )
@@ -287,6 +290,8 @@ def decode_placement(data: bytes, tensors: int) -> Placement:
         require_file_name(name, "placement: file", folders=False)
     if len(set(names)) != len(names):
         raise FormatError("placement: two files have the same name")
+    if not isinstance(decode(placement.index_metadata.encode(), object, "placement: index_metadata"), dict):
+        raise FormatError("placement: index_metadata is not a JSON object")
     return placement
 
 
