@@ -7,6 +7,7 @@ XOR undoes itself, so each tie can be walked both ways, and a plan is a shortest
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
@@ -96,14 +97,16 @@ def plan(
     if want not in history:
         raise ChainError(f"version {want} is not in the store, which ends at {max(history, default='nothing')}")
     ties = _neighbours(history, missing)
-    queue: list[tuple[int, int, int, int | None, tuple[Step, ...]]] = []
+    # Of equal cost: no reseed, then fewer ties, then the one found first; what follows is never compared.
+    queue: list[tuple[int, bool, int, int, int, int | None, tuple[Step, ...]]] = []
+    found = itertools.count()
     if local is not None and local in history:
-        queue.append((0, 0, local, None, ()))
-    queue.extend((nbytes, 1, v, v, ()) for v, nbytes in anchors.items() if v in history)
+        queue.append((0, False, 0, next(found), local, None, ()))
+    queue.extend((nbytes, True, 0, next(found), v, v, ()) for v, nbytes in sorted(anchors.items()) if v in history)
     heapq.heapify(queue)
     done: set[int] = set()
     while queue:
-        cost, hops, version, anchor, steps = heapq.heappop(queue)
+        cost, reseeds, hops, _, version, anchor, steps = heapq.heappop(queue)
         if version == want:
             return Plan(want, anchor, steps, cost)
         if version in done:
@@ -112,7 +115,7 @@ def plan(
         for other, nbytes, step in ties[version]:
             if other not in done:
                 longer = steps if step is None else (*steps, step)
-                heapq.heappush(queue, (cost + nbytes, hops + 1, other, anchor, longer))
+                heapq.heappush(queue, (cost + nbytes, reseeds, hops + 1, next(found), other, anchor, longer))
     raise ChainError(_no_way(want, local, anchors, missing))
 
 

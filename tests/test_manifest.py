@@ -185,7 +185,7 @@ def test_plain_key_is_accepted(key: str) -> None:
 )  # fmt: skip
 def test_key_that_is_not_plain_is_refused(key: str) -> None:
     """A newline at the end used to pass: $ matches before it."""
-    with pytest.raises(FormatError, match="the key .* is not a plain key inside the store"):
+    with pytest.raises(FormatError, match=r"the key .* is not a plain key inside the store"):
         m.require_key(key, "the key")
 
 
@@ -197,7 +197,7 @@ def test_plain_file_name_is_accepted(name: str, folders: bool) -> None:
 
 def test_folders_are_accepted_only_where_allowed() -> None:
     m.require_file_name("1_Pooling/config.json", "file")
-    with pytest.raises(FormatError, match="file '1_Pooling/config.json' is not a plain name inside the folder"):
+    with pytest.raises(FormatError, match=r"file '1_Pooling/config.json' is not a plain name inside the folder"):
         m.require_file_name("1_Pooling/config.json", "file", folders=False)
 
 
