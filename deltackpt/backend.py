@@ -125,7 +125,7 @@ def encode(
         raise ConfigError(f"codec {codec!r} is unknown; expected one of {' '.join(codecs.NAMES[:-1])}")
     if form not in ("sparse", "mask"):
         raise ConfigError(f"form {form!r} is unknown; expected sparse or mask")
-    number, jit = codecs.NAMES.index(codec), use_jit(layout.total_bytes)
+    number, jit = codecs.NAMES.index(codec), use_jit(layout)
     pieces = [(g, piece) for g, group in enumerate(layout.groups) for piece in group.cut(PIECE)]
 
     def compare(item: tuple[int, Segments]) -> tuple[int, Segments, Extracted]:
@@ -227,7 +227,7 @@ class _MaskGroup(_Group):
         super().add(piece, extracted)
         mask = np.zeros(piece.nbytes, np.uint8)
         rows = _row_offsets(piece) + np.uint64(mask.__array_interface__["data"][0])
-        jit = use_jit(self.layout.total_bytes)
+        jit = use_jit(self.layout)
         apply_slice(Slice(piece, 0, 0, 0), rows, extracted.columns, jit=jit)
         for raw in self.mask.add(mask):
             self._store(raw)
@@ -282,10 +282,10 @@ def decode_group(layout: Layout, group: int, frames: Sequence[Frame], *, threads
     segments = layout.groups[group]
     try:
         if frames and frames[0].plane == MASK:
-            columns = _decode_mask(segments, frames, threads, use_jit(layout.total_bytes))
+            columns = _decode_mask(segments, frames, threads, use_jit(layout))
         else:
             columns = _decode_planes(segments, frames, threads)
-            jit = use_jit(layout.total_bytes)
+            jit = use_jit(layout)
             for _ in in_order(lambda s: check(s, columns, jit=jit), slices(segments, columns, PIECE), threads):
                 pass
         if not np.any(columns.counts):
@@ -398,7 +398,7 @@ def apply(
 
     tensors: u64 address of each tensor's contiguous bytes. mode: see kernels.apply. One thread owns a tile.
     """
-    jit = use_jit(layout.total_bytes)
+    jit = use_jit(layout)
     total = np.zeros(len(layout.names), np.uint64)
 
     def work(item: tuple[Slice, Columns]) -> tuple[Segments, U64]:
@@ -413,7 +413,7 @@ def apply(
 
 def fingerprints(layout: Layout, tensors: U64, *, threads: int | None = None) -> U64:
     """Return the fingerprint of each tensor: a full pass over memory."""
-    jit = use_jit(layout.total_bytes)
+    jit = use_jit(layout)
     total = np.zeros(len(layout.names), np.uint64)
 
     def work(piece: Segments) -> tuple[Segments, U64]:

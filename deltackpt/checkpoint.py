@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from deltackpt.digest import U64
@@ -99,12 +100,13 @@ class Folder:
 
     def require_unchanged(self) -> None:
         """Raise ConfigError if a weight file was replaced or written since the folder was opened."""
-        for old, new in zip(self.stamp, _stamp(self.path, [s[0] for s in self.stamp]), strict=True):
+        for old, new in zip(self.stamp, stamp_of(self.path, [s[0] for s in self.stamp]), strict=True):
             if old != new:
                 raise ConfigError(f"{self.path}/{old[0]} changed while it was read; let the trainer finish, run again")
 
 
-def _stamp(path: str, names: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
+def stamp_of(path: str, names: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
+    """Return name, size and mtime of each file: what changes when a file changes."""
     found = [(name, os.stat(os.path.join(path, name))) for name in names]
     return tuple((name, s.st_size, s.st_mtime_ns) for name, s in found)
 
@@ -147,7 +149,12 @@ def _open(path: str, weights: Sequence[str] | None, index: str | None, *, side_f
     if index:
         _require_index(checkpoint, weight_map, os.path.join(path, index))
     side = dict(_side_files(path, "")) if side_files else {}
-    return Folder(path, checkpoint, side, _stamp(path, names))
+    return Folder(path, checkpoint, side, stamp_of(path, names))
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    metadata: dict[str, object] | None = None
 
 
 def _read_index(path: str, index: str) -> tuple[dict[str, str], str]:
@@ -157,20 +164,16 @@ def _read_index(path: str, index: str) -> tuple[dict[str, str], str]:
             raw = file.read(_MAX_INDEX + 1)
         if len(raw) > _MAX_INDEX:
             raise FormatError(f"{what}: more than {_MAX_INDEX} bytes")
-        content = json.loads(raw)
-        weight_map, metadata = content["weight_map"], content.get("metadata") or {}
-        metadata = {k: v for k, v in metadata.items() if k != "total_size"}
+        content = msgspec.json.decode(raw, type=_Index)
     except OSError as exc:
         raise store_error(exc, f"reading {what}") from exc
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
-        raise FormatError(f"{what}: not an index of a checkpoint ({type(exc).__name__}: {exc})") from exc
-    if not isinstance(weight_map, dict):
-        raise FormatError(f"{what}: weight_map is not an object")
-    for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise FormatError(f"{what}: weight_map of {name} is not a file name")
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise FormatError(f"{what}: not an index of a checkpoint: {exc}") from exc
+    metadata = {k: v for k, v in (content.metadata or {}).items() if k != "total_size"}
+    named_by = {file: name for name, file in content.weight_map.items()}
+    for file, name in named_by.items():
         require_file_name(file, f"{what}: weight_map of {name}:", folders=False)
-    return weight_map, json.dumps(metadata, sort_keys=True, separators=(",", ":"))
+    return content.weight_map, msgspec.json.encode(metadata, order="sorted").decode()
 
 
 def _require_index(checkpoint: Checkpoint, weight_map: Mapping[str, str], what: str) -> None:
@@ -202,7 +205,7 @@ def index_bytes(checkpoint: Checkpoint) -> bytes:
     metadata = json.loads(checkpoint.placement.index_metadata)
     metadata["total_size"] = checkpoint.layout.total_bytes
     weight_map = {n: files[int(f)].name for n, f in zip(checkpoint.layout.names, checkpoint.file, strict=True)}
-    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode() + b"\n"
+    return msgspec.json.format(msgspec.json.encode({"metadata": metadata, "weight_map": weight_map}), indent=2) + b"\n"
 
 
 @contextmanager

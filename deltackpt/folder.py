@@ -35,6 +35,7 @@ from deltackpt.checkpoint import (
     open_folder,
     placed,
     replace_file,
+    stamp_of,
     sync_file,
 )
 from deltackpt.digest import U64, sha256, state_fingerprint
@@ -121,7 +122,7 @@ class CheckpointTarget:
         self._lock: int | None = None
         self._made = False
         self.record: Record | None = None
-        self._held: Folder | None = None
+        self._folder: Folder | None = None
 
     # ------------------------------------------------------------ lock
 
@@ -174,16 +175,31 @@ class CheckpointTarget:
         naming a tensor where the folder holds something else.
         """
         self._acquire()
+        if self.record is not None and self.record.stamp == self._stamp(self.record):
+            return self.record.version
         self._require_mode()
         self._recover(reader)
-        self.record = read_record(self.current)
+        self.record, self._folder = read_record(self.current), None
         try:
             return self._identify(reader)
         except DeltaError:
             if not reseed:
                 raise
-            self.record, self._held = None, None
+            self.record, self._folder = None, None
             return None
+
+    def _stamp(self, record: Record) -> tuple[tuple[str, int, int], ...] | None:
+        """What the weight files look like now; None if one is missing."""
+        try:
+            return stamp_of(self.current, [name for name, _, _ in record.stamp])
+        except OSError:
+            return None
+
+    def held(self) -> Folder | None:
+        """Return the folder that the record describes, None where there is none."""
+        if self._folder is None and self.record is not None:
+            self._folder = open_folder(self.current)
+        return self._folder
 
     def _require_mode(self) -> None:
         link = os.path.join(self.path, "current")
@@ -199,13 +215,14 @@ class CheckpointTarget:
         record = self.record
         if record is None and not _has_weights(self.current):
             return None
-        self._held = folder = open_folder(self.current)
         if record is not None and record.store_id != reader.info.store_id:
             raise ChainError(f"{self.path} follows store {record.store_id}, this is {reader.info.store_id}; --reseed")
         if record is None:
-            return self._adopt(reader, folder)
-        layout = folder.checkpoint.layout
-        if record.stamp != folder.stamp:
+            self._folder = open_folder(self.current)
+            return self._adopt(reader, self._folder)
+        if record.stamp != self._stamp(record):
+            self._folder = folder = open_folder(self.current)
+            layout = folder.checkpoint.layout
             if layout.digest != record.layout:
                 raise ChainError(
                     f"{self.path}: its files no longer hold the tensors of version {record.version}; --reseed"
@@ -301,14 +318,14 @@ class CheckpointTarget:
     def stage(self, reader: Reader, plan: Plan) -> StagedFolder | StagedValues:
         """Fetch, check and build what leads to plan.version; the folder's own files are not touched."""
         if self.mode == "in-place" and plan.anchor is None and plan.steps:
-            assert self._held is not None
-            return StagedValues(self, reader, plan, self._held)
+            held = self.held()
+            assert held is not None
+            return StagedValues(self, reader, plan, held)
         return StagedFolder(self, reader, plan)
 
     def commit(self, record: Record) -> None:
         """Take over a new record after an apply."""
-        self.record, self._made = record, False
-        self._held = open_folder(self.current)
+        self.record, self._folder, self._made = record, None, False
 
     def make_own(self, path: str) -> None:
         """Make this package's folder inside `path`."""
@@ -378,7 +395,7 @@ class _Source:
 
     def __init__(self, target: CheckpointTarget, reader: Reader, plan: Plan) -> None:
         if plan.anchor is None:
-            held, record = target._held, target.record
+            held, record = target.held(), target.record
             assert held is not None
             assert record is not None
             self.store: Store = LocalStore(held.path)
@@ -430,7 +447,7 @@ class StagedFolder:
             raise
 
     def _needs_build(self, plan: Plan) -> bool:
-        held = self.target._held
+        held = self.target.held()
         if self.target.mode == "switch" or plan.steps or plan.anchor is not None or held is None:
             return True
         return not same_split(held.checkpoint.placement, self.placement)
@@ -482,7 +499,7 @@ class StagedFolder:
             return otherwise
 
     def _side_files(self, reader: Reader) -> None:
-        if self.placement.index is not None and (self.built or self.target._held is None):
+        if self.placement.index is not None and (self.built or self.target.record is None):
             checkpoint, _ = placed(reader.layout(self.manifest.layout), self.placement)
             self._put(self.placement.index, index_bytes(checkpoint), self._mode(self.placement.index, 0o644))
         for side in self.manifest.side_files:
@@ -518,7 +535,8 @@ class StagedFolder:
         target = self.target
         stage = os.path.relpath(self.stage, target.path)
         moves = tuple((f"{stage}/{n}", n) for n in self._names())
-        held = target._held.checkpoint.placement if target._held else None
+        folder = target.held()
+        held = folder.checkpoint.placement if folder else None
         before = [f.name for f in held.files] + ([held.index] if held.index else []) if held else []
         after = {f.name for f in self.placement.files} | {self.placement.index}
         removes = tuple(n for n in before if n not in after)
@@ -616,7 +634,7 @@ class StagedValues:
 
     def apply(self) -> None:
         """Write the new values. Interrupted, it is finished by the next `open`."""
-        target, held = self.target, self.target._held
+        target, held = self.target, self.target.held()
         assert held is not None
         assert target.record is not None
         layout, table = held.checkpoint.layout, target.record.table()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from deltackpt.digest import U64, contribution, keys
 from deltackpt.errors import FormatError
-from deltackpt.layout import I64, TILE, Segments
+from deltackpt.layout import I64, TILE, Layout, Segments
 
 U8: TypeAlias = npt.NDArray[np.uint8]
 U16: TypeAlias = npt.NDArray[np.uint16]
@@ -29,8 +29,8 @@ DENSE = 0xFFFF
 XOR, SET, READ = 0, 1, 2
 """Modes of apply: flip the bits; write the values as they are; leave memory and turn flips into new values."""
 
-JIT_BYTES = 64 << 20
-"""Below this many bytes of weights numpy is done before numba is imported and loaded (0.6 s)."""
+JIT_BYTES, JIT_TENSORS = 64 << 20, 5000
+"""Below both, numpy is done before numba is imported and loaded (0.5 s)."""
 _CACHED = 256 << 10
 """Bytes per numpy pass, so that intermediate arrays stay in the cache."""
 
@@ -61,11 +61,12 @@ class Extracted:
     changed: I64
 
 
-def use_jit(nbytes: int) -> bool:
-    """Say whether work on `nbytes` of weights goes through numba."""
+def use_jit(layout: Layout) -> bool:
+    """Say whether work on weights of this layout goes through numba."""
     if "deltackpt.jit" in sys.modules:
         return True
-    return nbytes >= JIT_BYTES and importlib.util.find_spec("numba") is not None
+    large = layout.total_bytes >= JIT_BYTES or len(layout.names) >= JIT_TENSORS
+    return large and importlib.util.find_spec("numba") is not None
 
 
 def _scratch(name: str, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
