@@ -1,31 +1,39 @@
 """deltackpt: publish and follow model weights as XOR-delta checkpoints.
 
-`import deltackpt` imports no torch, no CUDA and no storage client.
+`import deltackpt` imports no torch, no CUDA and no storage client. Every name is imported when it is first
+used, so that the command line starts quickly.
 """
 
-from deltackpt.anchor import make_anchor
-from deltackpt.errors import (
-    AlreadyExists,
-    Busy,
-    ChainError,
-    ConfigError,
-    DeltaError,
-    Fenced,
-    FormatError,
-    IntegrityError,
-    NotFound,
-    Poisoned,
-    SignatureError,
-    StoreError,
-    Unavailable,
-    UnsupportedFormat,
-)
-from deltackpt.folder import CheckpointTarget
-from deltackpt.follow import Follower, Prepared
-from deltackpt.manifest import Manifest
-from deltackpt.publish import Publisher, publish_folder
-from deltackpt.store import open_store
-from deltackpt.tensors import TensorTarget
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deltackpt.anchor import make_anchor
+    from deltackpt.errors import (
+        AlreadyExists,
+        Busy,
+        ChainError,
+        ConfigError,
+        DeltaError,
+        Fenced,
+        FormatError,
+        IntegrityError,
+        NotFound,
+        Poisoned,
+        SignatureError,
+        StoreError,
+        Unavailable,
+        UnsupportedFormat,
+    )
+    from deltackpt.folder import CheckpointTarget
+    from deltackpt.follow import Follower, Prepared
+    from deltackpt.manifest import Manifest
+    from deltackpt.publish import Publisher, publish_folder
+    from deltackpt.store import open_store
+    from deltackpt.tensors import TensorTarget
+    from deltackpt.verify import verify_folder, verify_store
 
 __all__ = [
     "AlreadyExists",
@@ -51,4 +59,33 @@ __all__ = [
     "make_anchor",
     "open_store",
     "publish_folder",
+    "verify_folder",
+    "verify_store",
 ]
+
+_MODULES = {
+    "CheckpointTarget": "folder",
+    "Follower": "follow",
+    "Manifest": "manifest",
+    "Prepared": "follow",
+    "Publisher": "publish",
+    "TensorTarget": "tensors",
+    "make_anchor": "anchor",
+    "open_store": "store",
+    "publish_folder": "publish",
+    "verify_folder": "verify",
+    "verify_store": "verify",
+}
+"""Where a name of `__all__` lives, if not in `errors`."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

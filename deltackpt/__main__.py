@@ -1,0 +1,5 @@
+"""`python -m deltackpt` is the command line."""
+
+from deltackpt.cli import main
+
+main()

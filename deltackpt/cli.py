@@ -1,0 +1,941 @@
+"""The command line. Turns options into calls and results into text, or with `--json` into one JSON object.
+
+Importing it loads click and little else; every command imports what it needs. Longer than most modules
+because the options and help texts of all commands belong side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+import click
+
+from deltackpt.errors import ChainError, ConfigError, DeltaError, StoreError
+
+if TYPE_CHECKING:
+    from deltackpt.layout import Layout
+    from deltackpt.manifest import Manifest, Placement
+    from deltackpt.reader import Reader
+    from deltackpt.store import Store
+    from deltackpt.verify import FolderReport, StoreReport
+
+F = TypeVar("F", bound=Callable[..., None])
+Mode: TypeAlias = Literal["replace", "switch", "in-place"]
+
+CODECS = ("zstd", "deflate", "lz4", "snappy", "raw")
+FORMS = ("sparse", "mask")
+MODES = ("replace", "switch", "in-place")
+_INTERRUPTED = 130
+_SHOWN = 20
+"""Rows of `log`, and names in a list, unless all are asked for."""
+
+
+# ---------------------------------------------------------------- output
+
+
+@dataclass
+class Output:
+    """How the running command answers. json: one object on stdout instead of text, also for an error."""
+
+    json: bool = False
+
+    def result(self, fields: Mapping[str, object], text: str) -> None:
+        """Print what a command found."""
+        click.echo(json.dumps(fields, ensure_ascii=False) if self.json else text)
+
+    def error(self, kind: str, message: str, exit_code: int, fields: Mapping[str, object] | None = None) -> None:
+        """Print an error: one line on stderr; with --json also an object, with `fields` of a result that has faults."""
+        line = " ".join(message.split())
+        click.echo(f"deltackpt: {line}", err=True)
+        if self.json:
+            error = {"error": kind, "message": line, "exit_code": exit_code}
+            click.echo(json.dumps({**(fields or {}), **error}, ensure_ascii=False))
+
+
+class _Lines(logging.Handler):
+    """Puts messages of the package on stderr, wherever that leads now."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"deltackpt: {record.getMessage()}", err=True)
+
+
+@contextlib.contextmanager
+def _messages() -> Iterator[None]:
+    logger, handler = logging.getLogger("deltackpt"), _Lines()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+@contextlib.contextmanager
+def _stage(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal that something is going on; yields what changes the text. Silent in a pipe."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    # As Text, because brackets in a path are no markup.
+    with Console(stderr=True).status(Text(text)) as status:
+        yield lambda more: status.update(Text(f"{text}: {more}"))
+
+
+@contextlib.contextmanager
+def _reported(ctx: click.Context) -> Iterator[None]:
+    """Turn errors into one line and the exit code of their class."""
+    output: Output = ctx.obj
+    try:
+        yield
+    except click.ClickException as exc:
+        where = exc.ctx.command_path if isinstance(exc, click.UsageError) and exc.ctx else ctx.command_path
+        output.error("UsageError", f"{exc.format_message()} See {where} --help.", exc.exit_code)
+        ctx.exit(exc.exit_code)
+    except DeltaError as exc:
+        output.error(type(exc).__name__, str(exc), exc.exit_code)
+        ctx.exit(exc.exit_code)
+    except KeyboardInterrupt:
+        output.error("Interrupted", "interrupted; the same command may be run again", _INTERRUPTED)
+        ctx.exit(_INTERRUPTED)
+    except OSError as exc:
+        # click ends quietly when the reader of our output has gone.
+        if exc.errno == errno.EPIPE or os.environ.get("DELTACKPT_DEBUG"):
+            raise
+        output.error(type(exc).__name__, f"{exc}; set DELTACKPT_DEBUG=1 to see where", 1)
+        ctx.exit(1)
+
+
+class _Cli(click.Group):
+    """The group of all commands; answers errors in one line."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options before the command."""
+        # Known before anything is parsed: an error in the options must be an object too.
+        ctx.obj = Output(json="--json" in args)
+        with _reported(ctx):
+            return super().parse_args(ctx, args or ["--help"])
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command."""
+        with _messages(), _reported(ctx):
+            return super().invoke(ctx)
+
+
+def _set_json(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.obj.json = True
+
+
+_json_option = click.option(
+    "--json", is_flag=True, expose_value=False, is_eager=True, callback=_set_json,
+    help="Print one JSON object on stdout, also for an error.",
+)  # fmt: skip
+_threads_option = click.option(
+    "--threads", type=click.IntRange(min=1), envvar="DELTACKPT_THREADS", metavar="N",
+    help="CPU threads to use. [default: all CPUs of this process]",
+)  # fmt: skip
+_scratch_option = click.option(
+    "--scratch", type=click.Path(), metavar="DIR",
+    help="Folder for a temporary copy of the weights, where one is needed.",
+)  # fmt: skip
+_anchor_source_option = click.option(
+    "--anchor-source", type=click.Path(), metavar="DIR",
+    help="Folder that holds the files of an anchor made with --anchor-ref.",
+)  # fmt: skip
+
+
+def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            click.echo(f"deltackpt {version('deltackpt')}")
+        except PackageNotFoundError:
+            click.echo("deltackpt, run from a folder without being installed")
+        ctx.exit()
+
+
+@click.group(cls=_Cli, context_settings={"auto_envvar_prefix": "DELTACKPT", "help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
+    allow_from_autoenv=False, help="Print the version of this program.",
+)  # fmt: skip
+def cli() -> None:
+    """Publish model weights as exact XOR deltas, and follow them.
+
+    STORE is a folder (or file:// URL) that holds versions, CKPT and DEST are checkpoint folders of safetensors files.
+
+    \b
+      deltackpt publish out/step-100 /mnt/fs/run7 --step 100
+      deltackpt pull /mnt/fs/run7 /models/policy
+      deltackpt log /mnt/fs/run7
+
+    Every option can be set by DELTACKPT_<COMMAND>_<OPTION>, for example DELTACKPT_PULL_MODE=switch. DELTACKPT_DEBUG=1
+    shows where an unexpected error comes from.
+
+    Exit codes: 0 done; 2 usage; 3 the call does not fit; 4 busy; 10 the store refused (11 not found, 12 another
+    publisher was first, 13 no answer, try again); 20 broken format (21 newer format); 30 wrong bytes; 40 wrong base or
+    a gap (--reseed); 50 an apply did not finish; 130 interrupted; 1 anything else.
+
+    Shell completion: eval "$(_DELTACKPT_COMPLETE=bash_source deltackpt)", or zsh_source, or fish_source.
+    """
+
+
+# ---------------------------------------------------------------- words and figures
+
+
+def size(nbytes: float) -> str:
+    """Write a number of bytes for people: 1.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def percent(part: float, whole: float) -> str:
+    """Write a share for people; what is not nothing never reads as 0 %."""
+    if not whole:
+        return "-"
+    share = 100 * part / whole
+    return f"{share:.2f} %" if share >= 0.01 or not part else "<0.01 %"
+
+
+def age(seconds: float) -> str:
+    """Write a length of time for people: 5 min."""
+    for limit, unit in ((60, "s"), (3600, "min"), (86400, "h")):
+        if seconds < limit:
+            return f"{max(0, seconds) / (limit // 60 if limit < 86400 else 3600):.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number with its noun: 1 delta, 2 deltas."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Lay rows out in columns; the first two are words, the others figures."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _times(times: Mapping[str, float]) -> str:
+    """Write stage times: encode 120 ms, upload 13 ms."""
+    return ", ".join(f"{name.removesuffix('_ms').replace('_', ' ')} {ms:.0f} ms" for name, ms in times.items())
+
+
+def _stored(manifest: Manifest) -> int:
+    """Bytes that a follower who has nothing else fetches for a version: its shards, or all weights of a full one."""
+    return manifest.totals.raw if manifest.kind == "full" else manifest.totals.stored
+
+
+def _version_fields(manifest: Manifest) -> dict[str, object]:
+    return {
+        "version": manifest.version, "kind": manifest.kind, "base": manifest.base, "step": manifest.step,
+        "lineage": manifest.lineage, "run_id": manifest.run_id, "epoch": manifest.epoch, "created": manifest.created,
+        "state": manifest.state, "elements": manifest.totals.elements, "changed": manifest.totals.changed,
+        "bytes_raw": manifest.totals.raw, "bytes_stored": _stored(manifest),
+    }  # fmt: skip
+
+
+def _milliseconds(times: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(ms, 3) for name, ms in times.items()}
+
+
+# ---------------------------------------------------------------- publish
+
+
+def _metadata(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise click.BadParameter(f"{pair!r} is not KEY=VALUE.")
+        found[key] = value
+    return found
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(), metavar="CKPT")
+@click.argument("store", type=click.Path())
+@click.option("--step", type=int, help="Training step of these weights; it may not fall without --resume.")
+@click.option(
+    "--run-id", envvar="DELTACKPT_RUN_ID", show_envvar=True,
+    help="Name of the training run; the same name goes on with a stream, another one is refused.",
+)  # fmt: skip
+@click.option(
+    "--base", type=click.Path(), metavar="DIR",
+    help="Folder that holds the newest version. [default: the one published last, or rebuilt from STORE]",
+)  # fmt: skip
+@click.option("--resume", is_flag=True, help="Go on with a stream that another run or host has written.")
+@click.option("--new-lineage", is_flag=True, help="Start again with a full version; followers have to reseed.")
+@click.option("--relayout", is_flag=True, help="Allow other names, shapes or dtypes, by a full version.")
+@click.option("--anchor-ref", is_flag=True, help="A full version names the files of CKPT by digest, not copied.")
+@click.option("--no-anchors", is_flag=True, help="Do not make an anchor when one is due.")
+@click.option("--codec", type=click.Choice(CODECS), default="zstd", show_default=True, help="Codec of the frames.")
+@click.option(
+    "--form", type=click.Choice(FORMS), default="sparse", show_default=True,
+    help="How changes are stored: as sparse columns, or as the XOR mask.",
+)  # fmt: skip
+@click.option(
+    "--metadata", multiple=True, callback=_metadata, metavar="KEY=VALUE",
+    help="Text to keep in the manifest; may be given several times.",
+)  # fmt: skip
+@_scratch_option
+@_threads_option
+@_json_option
+@click.pass_obj
+def publish(
+    output: Output,
+    checkpoint: str,
+    store: str,
+    step: int | None,
+    run_id: str | None,
+    base: str | None,
+    resume: bool,
+    new_lineage: bool,
+    relayout: bool,
+    anchor_ref: bool,
+    no_anchors: bool,
+    codec: str,
+    form: str,
+    metadata: dict[str, str],
+    scratch: str | None,
+    threads: int | None,
+) -> None:
+    """Publish the checkpoint folder CKPT as the next version of STORE.
+
+    The first version is a full copy, every later one the changes against the version before.
+
+    \b
+      deltackpt publish out/step-100 /mnt/fs/run7 --step 100
+      deltackpt publish out/step-101 /mnt/fs/run7 --step 101 --base out/step-100 --metadata reward=0.31
+    """
+    from deltackpt.publish import publish_folder
+
+    with _stage(f"publishing {checkpoint}"):
+        manifest = publish_folder(
+            checkpoint, store, base=base, step=step, run_id=run_id, resume=resume, new_lineage=new_lineage,
+            relayout=relayout, anchor_ref=anchor_ref, anchors=not no_anchors, codec=codec, form=form,
+            scratch=scratch, metadata=metadata, threads=threads,
+        )  # fmt: skip
+    by_reference = manifest.kind == "full" and anchor_ref
+    stored = 0 if by_reference else _stored(manifest)
+    fields = {
+        "store": store, **_version_fields(manifest), "bytes_stored": stored,
+        "bytes_changed": _bytes_changed(store, manifest), **_milliseconds(manifest.times),
+    }  # fmt: skip
+    facts: list[str] = [manifest.kind]
+    if manifest.kind == "delta":
+        facts.append(f"{percent(manifest.totals.changed, manifest.totals.elements)} changed")
+    if manifest.kind == "rewind":
+        facts.append(f"the weights of version {manifest.base}")
+    if by_reference:
+        facts.append("weights named where they are")
+    elif stored:
+        facts.append(f"{size(stored)} of {size(manifest.totals.raw)} stored")
+    if manifest.times:
+        facts.append(_times(manifest.times))
+    output.result(fields, f"{store}: version {manifest.version} ({', '.join(facts)})")
+
+
+def _bytes_changed(url: str, manifest: Manifest) -> int | None:
+    """Return the bytes of the changed elements, None where elements of several widths make that unknown."""
+    from deltackpt.reader import Reader
+    from deltackpt.store import open_store
+
+    if manifest.kind == "full" or not manifest.totals.changed:
+        return manifest.totals.raw if manifest.kind == "full" else 0
+    layout = Reader(open_store(url)).layout(manifest.layout)
+    widths = {int(w) for w, n in zip(layout.width, layout.count, strict=True) if n}
+    return manifest.totals.changed * widths.pop() if len(widths) == 1 else None
+
+
+# ---------------------------------------------------------------- pull
+
+
+@cli.command()
+@click.argument("store", type=click.Path())
+@click.argument("dest", type=click.Path())
+@click.option(
+    "--version", type=click.IntRange(min=0), metavar="N",
+    help="Version to pull; it may be older than the local one. [default: the newest]",
+)  # fmt: skip
+@click.option("--step", type=int, help="Pull the newest version that has this training step.")
+@click.option(
+    "--mode", type=click.Choice(MODES), default="replace", show_default=True,
+    help="replace: new files beside the old ones, then renamed. switch: folders v<version> and a link `current`. "
+    "in-place: new values are written into the files.",
+)  # fmt: skip
+@click.option("--reseed", is_flag=True, help="Replace weights in DEST that belong to no version.")
+@click.option(
+    "--lock", type=click.Path(), metavar="FILE",
+    help="File on a local disk to lock, where the filesystem of DEST has no locks.",
+)  # fmt: skip
+@_anchor_source_option
+@_threads_option
+@_json_option
+@click.pass_obj
+def pull(
+    output: Output,
+    store: str,
+    dest: str,
+    version: int | None,
+    step: int | None,
+    mode: Mode,
+    reseed: bool,
+    lock: str | None,
+    anchor_source: str | None,
+    threads: int | None,
+) -> None:
+    """Bring the checkpoint folder DEST to a version of STORE.
+
+    Everything is fetched and verified before DEST is touched. An empty or new DEST starts from an anchor.
+
+    \b
+      deltackpt pull /mnt/fs/run7 /models/policy
+      deltackpt pull /mnt/fs/run7 /models/policy --version 12
+      deltackpt pull /mnt/fs/run7 /dev/shm/policy --mode switch
+    """
+    from deltackpt.folder import CheckpointTarget
+    from deltackpt.follow import Follower
+
+    if version is not None and step is not None:
+        raise click.UsageError("--version and --step cannot be given together.")
+    _require_writable(dest)
+    with (
+        _stage(f"pulling into {dest}") as say,
+        Follower(
+            store, CheckpointTarget(dest, mode=mode, lock=lock), anchor_source=anchor_source, threads=threads
+        ) as follower,
+    ):
+        if step is not None:
+            version = _version_of_step(follower.reader, step)
+        prepared = follower.prepare(version, reseed=reseed)
+        if prepared is not None:
+            say(f"applying version {prepared.version}")
+            prepared.apply()
+        reader = follower.reader
+    if prepared is None:
+        assert reader.head is not None
+        at = reader.head.manifest.version if version is None else version
+        fields = {"dest": dest, "version": at, "previous": at, "mode": mode, "anchor": None, "deltas": 0}
+        fields |= {"bytes_raw": reader.manifest(at).totals.raw, "bytes_fetched": 0, "bytes_reseeded": 0}
+        output.result(fields, f"{dest}: at version {at} already")
+        return
+    plan, manifest = prepared.plan, reader.manifest(prepared.version)
+    seeded = 0 if plan.anchor is None else reader.manifest(plan.anchor).totals.raw
+    fields = {
+        "dest": dest, "version": prepared.version, "previous": prepared.previous, "mode": mode,
+        "anchor": plan.anchor, "deltas": len(plan.steps), "bytes_raw": manifest.totals.raw,
+        "bytes_fetched": plan.nbytes, "bytes_reseeded": seeded, **_milliseconds(prepared.times),
+    }  # fmt: skip
+    way = f"version {prepared.version}"
+    if prepared.previous is not None:
+        way = f"version {prepared.previous} -> {prepared.version}"
+    origin = "" if plan.anchor is None else f"anchor of version {plan.anchor} and "
+    facts = [
+        f"{origin}{count(len(plan.steps), 'delta')}", f"{size(plan.nbytes)} fetched",
+        f"staged {prepared.times['stage_ms']:.0f} ms", f"applied {prepared.times['apply_ms']:.0f} ms",
+    ]  # fmt: skip
+    output.result(fields, f"{dest}: {way} ({', '.join(facts)})")
+
+
+def _require_writable(dest: str) -> None:
+    """Raise StoreError for a folder that cannot be changed, also where nothing would have to be."""
+    for folder in (dest, os.path.join(dest, ".deltackpt")):
+        if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
+            raise StoreError(f"{folder} is read-only for this user; pull as its owner, or into another folder")
+
+
+def _version_of_step(reader: Reader, step: int) -> int:
+    reader.load()
+    found = [v for v, entry in reader.history.items() if entry.manifest.step == step]
+    if not found:
+        steps = [e.manifest.step for e in reader.history.values() if e.manifest.step is not None]
+        known = f"its steps are {min(steps)} to {max(steps)}" if steps else "its versions have no steps"
+        raise ChainError(f"no version in {reader.store.url} has step {step}; {known}")
+    return max(found)
+
+
+# ---------------------------------------------------------------- log and show
+
+
+@cli.command()
+@click.argument("store", type=click.Path())
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N",
+    help=f"Show the newest N versions. [default: {_SHOWN}; with --json all]",
+)  # fmt: skip
+@_json_option
+@click.pass_obj
+def log(output: Output, store: str, limit: int | None) -> None:
+    """List the versions of STORE, newest first.
+
+    SIZE is what a follower fetches for a version: its shards, or all weights of a full one; RATIO is its share of all
+    weights.
+
+    \b
+      deltackpt log /mnt/fs/run7
+      deltackpt log /mnt/fs/run7 --limit 100 --json
+    """
+    from deltackpt.reader import Reader
+    from deltackpt.store import open_store
+    from deltackpt.verify import listed_versions
+
+    opened = open_store(store)
+    reader = Reader(opened)
+    if limit is None and not output.json:
+        limit = _SHOWN
+    store_id, versions = reader.info.store_id, listed_versions(opened)
+    reader.load(since=None if limit is None or not versions else max(0, versions[-1] - limit + 1))
+    found = [reader.history[v].manifest for v in sorted(reader.history, reverse=True)][:limit]
+    fields = {"store": store, "store_id": store_id, "versions": [_version_fields(m) for m in found]}
+    output.result(fields, _log_text(store, found))
+
+
+def _log_text(store: str, manifests: Sequence[Manifest]) -> str:
+    if not manifests:
+        return f"{store}: no version yet"
+    now = time.time()
+    rows = [("VERSION", "KIND", "BASE", "STEP", "CHANGED", "SIZE", "RATIO", "AGE")]
+    for m in manifests:
+        base, step = ("-" if n is None else str(n) for n in (m.base, m.step))
+        changed = percent(m.totals.changed, m.totals.elements)
+        ratio = percent(_stored(m), m.totals.raw)
+        rows.append((str(m.version), m.kind, base, step, changed, size(_stored(m)), ratio, age(now - m.created)))
+    lines = [columns(rows)]
+    if older := manifests[-1].version:
+        lines.append(f"{count(older, 'older version')}; --limit shows more")
+    return "\n".join(lines)
+
+
+@cli.command()
+@click.argument("store", type=click.Path())
+@click.argument("version", type=click.IntRange(min=0), required=False)
+@_json_option
+@click.pass_obj
+def show(output: Output, store: str, version: int | None) -> None:
+    """Show all that STORE says of one VERSION.
+
+    Without VERSION the newest one. A manifest, and what its layout and placement come to.
+
+    \b
+      deltackpt show /mnt/fs/run7
+      deltackpt show /mnt/fs/run7 12 --json
+    """
+    import msgspec
+
+    from deltackpt.reader import Reader
+    from deltackpt.store import open_store
+    from deltackpt.verify import listed_versions, read_entry
+
+    opened = open_store(store)
+    reader = Reader(opened)
+    _ = reader.info  # where there is no store, say that
+    if version is None:
+        version = max(listed_versions(opened), default=0)
+    entry = read_entry(opened, version)
+    layout, placement = reader.layout(entry.manifest.layout), reader.placement(entry.manifest)
+    manifest: dict[str, object] = msgspec.to_builtins(entry.manifest)
+    summary = _layout_summary(layout, placement)
+    pruned = reader.is_pruned(version)
+    fields = {"store": store, "digest": entry.digest, "pruned": pruned, "manifest": manifest, "layout": summary}
+    output.result(fields, _show_text(entry.digest, pruned, manifest, summary))
+
+
+def _layout_summary(layout: Layout, placement: Placement) -> dict[str, object]:
+    dtypes: dict[str, dict[str, int]] = {}
+    for dtype, nbytes in zip(layout.dtypes, layout.nbytes.tolist(), strict=True):
+        one = dtypes.setdefault(dtype, {"tensors": 0, "bytes": 0})
+        one["tensors"] += 1
+        one["bytes"] += nbytes
+    files = [
+        {"name": f.name, "tensors": len(f.tensors), "bytes": int(layout.nbytes[list(f.tensors)].sum())}
+        for f in placement.files
+    ]
+    return {
+        "tensors": len(layout.names), "elements": layout.total_elements, "bytes": layout.total_bytes,
+        "groups": len(layout.groups), "dtypes": dtypes, "files": files,
+    }  # fmt: skip
+
+
+def _show_text(digest: str, pruned: bool, manifest: Mapping[str, object], layout: Mapping[str, object]) -> str:
+    lines = [("digest", digest), ("pruned", "yes" if pruned else "no")]
+    for name, value in manifest.items():
+        if isinstance(value, (list, tuple)):
+            lines.append((name, count(len(value), "entry").replace("entrys", "entries")))
+            lines += [("", _words(one)) for one in value]
+        else:
+            lines.append((name, _words(value)))
+    lines += [(f"layout {name}", _words(v)) for name, v in layout.items() if name != "files"]
+    files = layout["files"]
+    assert isinstance(files, list)
+    lines += [("layout file", _words(one)) for one in files]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in lines)
+
+
+def _words(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_words(v)}" for k, v in value.items()) or "-"
+    return "-" if value is None or value == "" else str(value)
+
+
+# ---------------------------------------------------------------- verify
+
+
+@cli.command()
+@click.argument("path", type=click.Path(), metavar="STORE|DEST")
+@click.option(
+    "--against", type=click.Path(), metavar="STORE", help="Check the local folder DEST against this store instead."
+)
+@click.option("--deep", is_flag=True, help="Also rebuild every version of STORE and compare all its bytes.")
+@_anchor_source_option
+@_scratch_option
+@_threads_option
+@_json_option
+@click.pass_obj
+def verify(
+    output: Output,
+    path: str,
+    against: str | None,
+    deep: bool,
+    anchor_source: str | None,
+    scratch: str | None,
+    threads: int | None,
+) -> None:
+    """Check a whole STORE, or the local folder DEST with --against.
+
+    Lists everything that is wrong; the exit code is that of the first fault. --deep needs scratch space for one copy
+    of the weights, and for a second one where there are anchors beside deltas.
+
+    \b
+      deltackpt verify /mnt/fs/run7
+      deltackpt verify /mnt/fs/run7 --deep --scratch /dev/shm
+      deltackpt verify /models/policy --against /mnt/fs/run7
+    """
+    from deltackpt.store import open_store
+    from deltackpt.verify import verify_folder, verify_store
+
+    if against is not None:
+        if deep:
+            raise click.UsageError("--deep is for a store; a local folder is always checked in full.")
+        with _stage(f"checking {path}"):
+            local = verify_folder(path, open_store(against), threads=threads)
+        fields, lines = _folder_report(path, against, local)
+        _finish(output, fields, lines, local.problems, path)
+        return
+    store = open_store(path)
+    _require_store(store, path)
+    with _stage(f"checking {path}") as say:
+        found = verify_store(
+            store, deep=deep, anchor_source=anchor_source, scratch=scratch, threads=threads, progress=say
+        )
+    fields, lines = _store_report(path, found, deep)
+    _finish(output, fields, lines, found.problems, path)
+
+
+def _require_store(store: Store, path: str) -> None:
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "store.json")) and _looks_local(path):
+        raise ConfigError(f"{store.url} is a checkpoint folder, no store; name its store with --against")
+
+
+def _looks_local(path: str) -> bool:
+    """Say whether a folder is, or holds, a checkpoint."""
+    if not os.path.isdir(path):
+        return False
+    names = os.listdir(path)
+    return ".deltackpt" in names or "current" in names or any(n.endswith(".safetensors") for n in names)
+
+
+def _store_report(path: str, report: StoreReport, deep: bool) -> tuple[dict[str, object], list[str]]:
+    from deltackpt.verify import ranges
+
+    fields: dict[str, object] = {
+        "store": path, "store_id": report.store_id, "versions": list(report.versions), "pruned": list(report.pruned),
+        "anchors": list(report.anchors), "deep": deep, "rebuilt": report.rebuilt, "bytes_checked": report.nbytes,
+        "notes": list(report.notes),
+    }  # fmt: skip
+    facts = [count(len(report.versions), "version"), count(len(report.anchors), "anchor")]
+    facts.append(f"{size(report.nbytes)} read")
+    if deep:
+        facts.append(f"{count(report.rebuilt, 'version')} rebuilt")
+    lines = [f"{path}: {', '.join(facts)}"]
+    if report.pruned:
+        lines.append(f"pruned: versions {ranges(report.pruned)}")
+    return fields, lines + [f"note: {note}" for note in report.notes]
+
+
+def _folder_report(path: str, against: str, report: FolderReport) -> tuple[dict[str, object], list[str]]:
+    fields: dict[str, object] = {
+        "dest": path, "store": against, "version": report.version, "recorded": report.recorded,
+        "pending": report.pending, "bytes_checked": report.nbytes, "tensors": list(report.tensors),
+        "files": list(report.files), "notes": list(report.notes),
+    }  # fmt: skip
+    if report.pending is not None:
+        lines = [f"{path}: not clean, an apply of version {report.pending} did not finish"]
+    elif report.version is None:
+        lines = [f"{path}: no version of {against}"]
+    else:
+        lines = [f"{path}: weights of version {report.version} ({size(report.nbytes)} read)"]
+    shown = [f"differs: {name}" for name in report.tensors[:_SHOWN]]
+    if len(report.tensors) > _SHOWN:
+        shown.append(f"differs: {len(report.tensors) - _SHOWN:,} more tensors")
+    return fields, lines + shown + [f"note: {note}" for note in report.notes]
+
+
+def _finish(
+    output: Output, fields: dict[str, object], lines: list[str], problems: Sequence[DeltaError], path: str
+) -> None:
+    """Print a report; with problems, leave with the exit code of the first."""
+    fields["problems"] = [{"error": type(p).__name__, "message": str(p), "exit_code": p.exit_code} for p in problems]
+    fields["ok"] = not problems
+    if not problems:
+        output.result(fields, "\n".join([*lines, "no fault found"]))
+        return
+    if not output.json:
+        click.echo("\n".join([*lines, *(f"{type(p).__name__}: {p}" for p in problems)]))
+    first = problems[0]
+    more = "" if len(problems) == 1 else f"{count(len(problems), 'fault')} in {path}, the first: "
+    output.error(type(first).__name__, f"{more}{first}", first.exit_code, fields)
+    click.get_current_context().exit(first.exit_code)
+
+
+# ---------------------------------------------------------------- anchor
+
+
+@cli.command()
+@click.argument("store", type=click.Path())
+@click.option(
+    "--version", type=click.IntRange(min=0), metavar="N",
+    help="Version to copy. [default: the newest]",
+)  # fmt: skip
+@_scratch_option
+@_threads_option
+@_json_option
+@click.pass_obj
+def anchor(output: Output, store: str, version: int | None, scratch: str | None, threads: int | None) -> None:
+    """Make a full copy of a version inside STORE.
+
+    The copy is an ordinary checkpoint folder. New followers start from the nearest anchor. A version that has one
+    already keeps it.
+
+    \b
+      deltackpt anchor /mnt/fs/run7
+      deltackpt anchor /mnt/fs/run7 --version 12
+    """
+    from deltackpt.anchor import make_anchor
+
+    with _stage(f"making an anchor in {store}"):
+        made = make_anchor(store, version, scratch=scratch, threads=threads)
+    nbytes = sum(f.nbytes for f in made.files)
+    fields = {
+        "store": store, "version": made.version, "folder": made.folder, "source": made.source,
+        "files": [{"name": f.name, "bytes": f.nbytes} for f in made.files], "bytes_stored": nbytes,
+    }  # fmt: skip
+    where = f"{store}/{made.folder}" if made.folder is not None else f"by reference to {made.source}"
+    facts = f"{count(len(made.files), 'file')}, {size(nbytes)}"
+    output.result(fields, f"{store}: anchor of version {made.version} ({facts}) {where}")
+
+
+# ---------------------------------------------------------------- bench
+
+
+@cli.command()
+@click.argument("old", type=click.Path())
+@click.argument("new", type=click.Path())
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=4096, show_default=True, metavar="MIB",
+    help="Measure whole tensors spread over the model, together at most this many MiB.",
+)  # fmt: skip
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs of each candidate."
+)
+@_json_option
+@click.pass_obj
+def bench(output: Output, old: str, new: str, limit: int, repeats: int) -> None:
+    """Measure what deltas save from OLD to NEW.
+
+    OLD and NEW are checkpoint folders. Our codecs and forms beside what other projects store, a full copy included,
+    and plain advice.
+
+    \b
+      deltackpt bench out/step-100 out/step-101
+    """
+    from pathlib import Path
+
+    import msgspec
+
+    from deltackpt.bench import advice, machine_line, run_checkpoints, table
+
+    with _stage(f"measuring {old} and {new}"):
+        report = run_checkpoints(Path(old), Path(new), limit_nbytes=limit << 20, repeats=repeats)
+    fields: dict[str, object] = msgspec.to_builtins(report)
+    fields["advice"] = advice(report)
+    output.result(fields, f"{table(report)}\n\n{advice(report)}\n\n{machine_line(report.machine)}")
+
+
+# ---------------------------------------------------------------- doctor
+
+
+@cli.command()
+@click.argument("path", type=click.Path(), metavar="[STORE|DEST]", required=False)
+@_json_option
+@click.pass_obj
+def doctor(output: Output, path: str | None) -> None:
+    """Describe this machine, a STORE or a local DEST.
+
+    \b
+      deltackpt doctor
+      deltackpt doctor /mnt/fs/run7
+      deltackpt doctor /models/policy --json
+    """
+    fields: dict[str, object] = {"machine": _doctor_machine(path)}
+    if path is not None:
+        if os.path.isdir(path) and not os.path.exists(os.path.join(path, "store.json")) and _looks_local(path):
+            fields["dest"] = _doctor_dest(path)
+        else:
+            fields["store"] = _doctor_store(path)
+    lines = []
+    for part in fields.values():
+        assert isinstance(part, dict)
+        width = max(map(len, part))
+        lines += [
+            f"{name.replace('_', ' ').ljust(width)}  {_doctor_words(name, value)}" for name, value in part.items()
+        ]
+    output.result(fields, "\n".join(lines))
+
+
+def _doctor_words(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    if name.startswith("bytes_") and isinstance(value, int):
+        return size(value)
+    return _words(value)
+
+
+def _doctor_machine(path: str | None) -> dict[str, object]:
+    import shutil
+    import tempfile
+
+    from deltackpt.backend import default_threads
+    from deltackpt.bench import machine
+
+    where = machine()
+    versions = {**where.versions, **_installed("click", "msgspec", "rich", "safetensors", "torch")}
+    free = {}
+    for folder in dict.fromkeys((os.getcwd(), tempfile.gettempdir(), "/dev/shm", path or os.getcwd())):
+        with contextlib.suppress(OSError):
+            free[folder] = size(shutil.disk_usage(folder).free)
+    numba = versions["numba"] != "not installed"
+    return {
+        "python": where.python, "system": where.system, "cpu": where.cpu, "cores": where.cores,
+        "threads": default_threads(), "bytes_memory": where.memory_nbytes, "packages": versions,
+        "numba": numba, "compiled_kernels": _compiled_kernels() if numba else 0, "free": free,
+    }  # fmt: skip
+
+
+def _installed(*packages: str) -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in packages:
+        found[package] = "not installed"
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _compiled_kernels() -> int:
+    """Count the kernels that numba has on disk, in any of the places where it keeps them."""
+    from pathlib import Path
+
+    own = Path(__file__).parent
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    wide = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
+    places = [own / "__pycache__", *([Path(given)] if given else []), wide]
+    return len({f.name for place in places if place.is_dir() for f in place.rglob("jit.*.nbi")})
+
+
+def _doctor_store(path: str) -> dict[str, object]:
+    from deltackpt.reader import Reader
+    from deltackpt.store import LocalStore, open_store
+    from deltackpt.verify import listed_versions, read_entry
+
+    store = open_store(path)
+    reader = Reader(store)
+    fields: dict[str, object] = {"store": store.url, "store_id": reader.info.store_id, "format": reader.info.format}
+    if isinstance(store, LocalStore):
+        fields["readable"] = os.access(store.root, os.R_OK | os.X_OK)
+        fields["writable"] = os.access(store.root, os.W_OK | os.X_OK)
+    versions = listed_versions(store)
+    fields["versions"] = len(versions)
+    if versions:
+        manifest = read_entry(store, versions[-1]).manifest
+        fields |= {
+            "head": manifest.version, "head_kind": manifest.kind, "head_step": manifest.step,
+            "head_age": age(time.time() - manifest.created), "lineage": manifest.lineage, "epoch": manifest.epoch,
+            "run_id": manifest.run_id, "bytes_raw": manifest.totals.raw,
+        }  # fmt: skip
+    return fields
+
+
+def _doctor_dest(path: str) -> dict[str, object]:
+    from deltackpt.checkpoint import open_folder
+    from deltackpt.folder import read_record
+
+    root = os.path.abspath(path)
+    link = os.path.join(root, "current")
+    switch = os.path.islink(link)
+    held = os.path.realpath(link) if switch else root
+    outer, record = read_record(root), read_record(held)
+    fields: dict[str, object] = {
+        "dest": root, "mode": "switch" if switch else "replace or in-place",
+        "writable": os.access(root, os.W_OK | os.X_OK),
+        "version": record.version if record is not None and record.manifest else None,
+        "store_id": record.store_id if record is not None else None,
+        "pending": outer.pending.version if outer is not None and outer.pending is not None else None,
+    }  # fmt: skip
+    try:
+        folder = open_folder(held)
+    except DeltaError as exc:
+        return fields | {"weights": f"cannot be read: {exc}"}
+    names = [f.name for f in folder.checkpoint.placement.files]
+    infos = {name: os.lstat(os.path.join(held, name)) for name in names}
+    links = [n for n, info in infos.items() if os.path.islink(os.path.join(held, n)) or info.st_nlink > 1]
+    weights = sum(folder.checkpoint.nbytes)
+    side = sum(os.stat(os.path.join(held, name)).st_size for name in folder.side_files)
+    return fields | {
+        "tensors": len(folder.checkpoint.layout.names), "bytes_raw": folder.checkpoint.layout.total_bytes,
+        "files": len(names), "links_refused_by_in_place": links,
+        "bytes_written_by_a_switch": weights + side, "bytes_written_by_a_replace": weights,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the command line."""
+    cli()
