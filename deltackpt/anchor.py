@@ -78,8 +78,7 @@ def _put_anchor(
         files.append(_put_file(writer_store, prefix, shard.name, parts, put))
     if source.placement.index is not None:
         files.append(_put_file(writer_store, prefix, source.placement.index, [index_bytes(checkpoint)], put))
-    for side in source.side_files:
-        files.append(_put_file(writer_store, prefix, side.name, [reader.side_file(side)], put))
+    files += [_put_file(writer_store, prefix, side.name, [reader.side_file(side)], put) for side in source.side_files]
     return _anchor_record(source, version, table, prefix, tuple(files))
 
 

@@ -1,11 +1,12 @@
 """The CPU backend: encode, decode and apply groups with a pool of threads.
 
-Memory: encode holds a few pieces and the frames of one group; decode holds the columns of what it was given. Kernels and codecs
-release the GIL, so threads run side by side.
+Memory: encode holds a few pieces and the frames of one group; decode holds the columns of what it was given.
+Kernels and codecs release the GIL, so threads run side by side.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -359,7 +360,7 @@ def _decode_mask(segments: Segments, frames: Sequence[Frame], threads: int | Non
     for frame in frames:
         if frame.plane != MASK or frame.raw != (MASK_FRAME if frame.block < whole else rest) or not frame.raw:
             raise FormatError(f"mask frame {frame.block}: {frame.raw} bytes announced, or it lies outside the group")
-    if any(a >= b for a, b in zip(blocks, blocks[1:], strict=False)):
+    if any(a >= b for a, b in itertools.pairwise(blocks)):
         raise FormatError("mask frames are not sorted")
     mask = np.zeros(segments.nbytes, np.uint8)
 

@@ -171,8 +171,8 @@ def _read_index(path: str, index: str) -> tuple[dict[str, str], str]:
         raise FormatError(f"{what}: not an index of a checkpoint: {exc}") from exc
     metadata = {k: v for k, v in (content.metadata or {}).items() if k != "total_size"}
     named_by = {file: name for name, file in content.weight_map.items()}
-    for file, name in named_by.items():
-        require_file_name(file, f"{what}: weight_map of {name}:", folders=False)
+    for held, name in named_by.items():
+        require_file_name(held, f"{what}: weight_map of {name}:", folders=False)
     return content.weight_map, msgspec.json.encode(metadata, order="sorted").decode()
 
 

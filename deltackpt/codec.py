@@ -58,7 +58,7 @@ def _snappy(raw: Bytes) -> bytes:
 
 
 def _encode_zstd(raw: Bytes) -> bytes:
-    return _compressor().compress(raw)
+    return _compressor().compress(memoryview(raw))
 
 
 _ENCODERS: dict[int, Callable[[Bytes], bytes]] = {
@@ -81,13 +81,13 @@ def encode(codec: int, raw: Bytes) -> tuple[int, Bytes]:
 
 def _decode_zstd(stored: Bytes, nbytes: int) -> bytes:
     # The content size is checked before the library may allocate it.
-    declared = zstandard.get_frame_parameters(stored[:18]).content_size
+    declared = zstandard.get_frame_parameters(bytes(stored[:18])).content_size
     if declared not in (nbytes, zstandard.CONTENTSIZE_UNKNOWN):
         raise FormatError(f"zstd frame declares {declared} bytes, {nbytes} are due")
     if nbytes == 0:
         # A limit of 0 means "no limit" to the library; one byte is enough to see that there is something.
         raise FormatError("zstd frame where no bytes are due")
-    return _decompressor().decompress(stored, max_output_size=nbytes, allow_extra_data=False)
+    return _decompressor().decompress(memoryview(stored), max_output_size=nbytes, allow_extra_data=False)
 
 
 def _decode_deflate(stored: Bytes, nbytes: int) -> bytes:
@@ -142,7 +142,7 @@ def decode(codec: int, stored: Bytes, nbytes: int) -> Bytes:
 
 def decode_bounded(stored: Bytes, limit: int) -> Bytes:
     """Take the outer zstd off a frame; what is inside may have any length up to `limit` bytes."""
-    declared = zstandard.get_frame_parameters(stored[:18]).content_size
+    declared = zstandard.get_frame_parameters(bytes(stored[:18])).content_size
     if declared > limit:
         raise FormatError(f"outer zstd frame declares {declared} bytes, at most {limit} are possible")
     return decode(ZSTD, stored, declared)

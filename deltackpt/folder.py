@@ -1,8 +1,9 @@
 """CheckpointTarget: a checkpoint folder on disk that is brought from version to version.
 
-Three modes. `switch`: immutable folders `v<version>` and an atomic link `current`. `replace`: new files are built beside the
-old ones and renamed under a journal that a later start rolls forward. `in-place`: new values are written into the files
-under a redo journal of absolute values, so that replaying it twice does no harm. No mode writes through a link.
+Three modes. `switch`: immutable folders `v<version>` and an atomic link `current`. `replace`: new files are built
+beside the old ones and renamed under a journal that a later start rolls forward. `in-place`: new values are written
+into the files under a redo journal of absolute values, so that replaying it twice does no harm. No mode writes through
+a link.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ _COPY = 64 << 20
 
 
 class Pending(msgspec.Struct, frozen=True):
-    """An apply that has begun. moves: (from, to) below the folder; removes: files to unlink; redo: journal of in-place mode."""
+    """An apply that has begun.
+
+    moves: (from, to) below the folder; removes: files to unlink; redo: journal of in-place mode.
+    """
 
     version: int
     moves: tuple[tuple[str, str], ...] = ()

@@ -153,8 +153,8 @@ class Follower:
     ) -> None:
         """Follow until `stop` is set: stage each newest version, call pause(version), apply, call resume(version).
 
-        resume is called after an apply that succeeded, and after one that left the old version whole, with that version.
-        An error ends the loop and is raised; only Unavailable is waited out.
+        Unavailable while staging is waited out; every other error ends the loop and is raised, without a resume after
+        an apply that failed: what the target holds then is for the caller to decide.
         """
         while not stop.is_set():
             try:

@@ -252,7 +252,7 @@ def _split(unit, planes, k, old, new, n):  # type: ignore[no-untyped-def]  # com
 def extract(unit, old, new, count, start, counts, gaps, values, dense, fp, changed, masks, where, at, before, after):  # type: ignore[no-untyped-def]  # compiled
     """Fill the columns of all tiles of all rows; returns how many sparse changes and dense elements."""
     width = _width(unit)
-    k, d, tile = 0, 0, 0
+    k, d, tile = np.int64(0), np.int64(0), 0
     for row in range(len(count)):
         total, row_changes = _U(0), _U(0)
         for first in range(0, count[row], TILE):
@@ -325,7 +325,7 @@ def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense
     that memory latency overlaps. Two rows of `at` take turns.
     """
     width = _width(unit)
-    n, half, k_waiting, row_waiting = 0, 0, 0, 0
+    n, half, k_waiting, row_waiting = np.int64(0), 0, k, 0
     address_waiting, element_waiting = _U(0), _U(0)
     for row in range(len(count)):
         for first in range(0, count[row], TILE):

@@ -117,8 +117,8 @@ def publish_folder(
     """Publish a checkpoint folder as the next version of the store at `url`.
 
     base: a folder that holds the head; without it the folder published last, if it still holds the head, or a copy
-    rebuilt from the store under `scratch`. A fingerprint proves the base each time. anchor_ref: a full version leaves the weights
-    where they are and names them by digest.
+    rebuilt from the store under `scratch`. A fingerprint proves the base each time. anchor_ref: a full version leaves
+    the weights where they are and names them by digest.
     """
     folder = open_folder(checkpoint)
     writer = Writer(open_store(url), run_id=run_id, resume=resume, new_lineage=new_lineage, threads=threads)
@@ -288,8 +288,8 @@ class Publisher:
     ) -> Manifest:
         """Commit the tensors as the next version; returns after the commit.
 
-        params: mapping or iterable of (name, torch tensor or numpy array) on the CPU; read only, not kept. Raises ConfigError
-        naming a tensor that does not fit; then, as after every error, the base is what it was.
+        params: mapping or iterable of (name, torch tensor or numpy array) on the CPU; read only, not kept. Raises
+        ConfigError naming a tensor that does not fit; then, as after every error, the base is what it was.
         """
         from deltackpt.tensors import collect
 

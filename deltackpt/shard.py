@@ -110,8 +110,8 @@ def parse_header(raw: bytes, nbytes: int, what: str) -> Header:
         metadata = msgspec.json.decode(entries.pop("__metadata__", b"null"), type=dict[str, str] | None)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise FormatError(f"{what}: the header or its __metadata__ is not what safetensors defines: {exc}") from exc
-    # Without escapes, and without white space before colons, each key shows as one quote and colon. Where there are more
-    # than the parser kept, or where that cannot be told, a slower parser looks for keys that are there twice.
+    # Without escapes, and without white space before colons, each key shows as one quote and colon. Where there are
+    # more than the parser kept, or where that cannot be told, a slower parser looks for keys that are there twice.
     if raw.count(b'":') != keys + len(metadata or ()) or b"\\" in raw or _SPACED_COLON.search(raw):
         _require_no_duplicates(raw, what)
     data = 8 + len(raw)
@@ -169,7 +169,7 @@ def header_bytes(
 
 @dataclass(frozen=True)
 class Frame:
-    """One compressed frame. stored: its bytes; raw: bytes that it decodes into; outer: RAW if there is no outer codec."""
+    """One compressed frame. stored: its bytes; raw: bytes that it decodes into; outer: RAW without an outer codec."""
 
     plane: int
     block: int

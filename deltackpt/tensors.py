@@ -145,7 +145,8 @@ class TensorTarget:
                 raise ConfigError(f"tensor {name} is {layout.dtypes[i]} in the store and {dtype} here; nothing is cast")
             if shape != layout.shapes[i]:
                 raise ConfigError(
-                    f"tensor {name} has shape {list(layout.shapes[i])} in the store and {list(shape)} here; nothing is broadcast"
+                    f"tensor {name} has shape {list(layout.shapes[i])} in the store and {list(shape)} here; "
+                    "nothing is broadcast"
                 )
         self._twins = find_twins(self._tensors, layout)
         for name in self._tensors:
@@ -268,7 +269,8 @@ class StagedTensors:
                 pair = [delta.fingerprints[self.layout.position[n]] for n in (twin, owner)]
                 if pair[0] != pair[1]:
                     raise ConfigError(
-                        f"version {delta.version} changes {owner} and {twin} differently, but here they share one storage; untie them"
+                        f"version {delta.version} changes {owner} and {twin} differently, "
+                        "but here they share one storage; untie them"
                     )
 
     def apply(self) -> None:

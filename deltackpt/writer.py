@@ -198,11 +198,11 @@ class Writer:
 
     def require_step(self, step: int | None) -> None:
         """Raise ConfigError if the step falls, unless resuming."""
-        last = self.head.manifest.step if self.head else None
-        if step is not None and last is not None and step < last and not (self.resume or self.new_lineage):
-            raise ConfigError(
-                f"step {step} is before step {last} of version {self.head.manifest.version}; use --resume"
-            )  # type: ignore[union-attr]  # last is its step
+        if self.head is None or self.resume or self.new_lineage:
+            return
+        last, version = self.head.manifest.step, self.head.manifest.version
+        if step is not None and last is not None and step < last:
+            raise ConfigError(f"step {step} is before step {last} of version {version}; use --resume")
 
     def commit(self, draft: Draft, *, step: int | None = None, metadata: Mapping[str, str] | None = None) -> Manifest:
         """Make a draft the next version. Raises AlreadyExists or Fenced if another publisher was first.
