@@ -94,12 +94,16 @@ _place = operator.attrgetter("begin", "end", "name")
 
 def _require_no_duplicates(raw: bytes, what: str) -> None:
     def hook(pairs: list[tuple[str, object]]) -> None:
-        names = [name for name, _ in pairs]
-        if len(set(names)) != len(names):
-            twice = next(n for n in names if names.count(n) > 1)
-            raise FormatError(f"{what}: {twice} is there twice (duplicate)")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise FormatError(f"{what}: {name} is there twice (duplicate)")
+            seen.add(name)
 
-    json.loads(raw, object_pairs_hook=hook)
+    try:
+        json.loads(raw, object_pairs_hook=hook)
+    except (ValueError, RecursionError) as exc:
+        raise FormatError(f"{what}: the header is not what safetensors defines: {exc}") from exc
 
 
 def parse_header(raw: bytes, nbytes: int, what: str) -> Header:
@@ -108,7 +112,7 @@ def parse_header(raw: bytes, nbytes: int, what: str) -> Header:
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         keys = 4 * len(entries) - 3 * ("__metadata__" in entries)
         metadata = msgspec.json.decode(entries.pop("__metadata__", b"null"), type=dict[str, str] | None)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise FormatError(f"{what}: the header or its __metadata__ is not what safetensors defines: {exc}") from exc
     # Without escapes, and without white space before colons, each key shows as one quote and colon. Where there are
     # more than the parser kept, or where that cannot be told, a slower parser looks for keys that are there twice.
@@ -268,7 +272,8 @@ def parse_index(shard: Shard, data: memoryview, layout: Layout) -> Index:
             raise FormatError(f"{what}: index range {begin}..{end} does not hold whole records")
     frames = np.frombuffer(data[slice(*shard.frames)], FRAME)
     changes = np.frombuffer(data[slice(*shard.tensors)], CHANGE)
-    end = frames["offset"] + frames["stored"]
+    # No sum wraps around: an offset beyond the shard is cut off at its end, where no frame fits.
+    end = np.minimum(frames["offset"], np.uint64(len(data))) + frames["stored"]
     order = np.lexsort((frames["offset"], frames["plane"], frames["group"]))
     if np.any(order != np.arange(len(frames))):
         raise FormatError(f"{what}: frames are not sorted by group, plane and offset")
