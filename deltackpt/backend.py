@@ -292,7 +292,7 @@ def decode_group(layout: Layout, group: int, frames: Sequence[Frame], *, threads
         if not np.any(columns.counts):
             raise FormatError("it holds no change")
     except FormatError as exc:
-        raise FormatError(f"group {group} ({layout.group_names(group)}): {exc}") from exc
+        raise type(exc)(f"group {group} ({layout.group_names(group)}): {exc}") from exc
     return Staged(group, columns)
 
 
@@ -358,7 +358,8 @@ def _decode_mask(segments: Segments, frames: Sequence[Frame], threads: int | Non
     whole, rest = divmod(segments.nbytes, MASK_FRAME)
     blocks = [f.block for f in frames]
     for frame in frames:
-        if frame.plane != MASK or frame.raw != (MASK_FRAME if frame.block < whole else rest) or not frame.raw:
+        due = MASK_FRAME if frame.block < whole else rest if frame.block == whole else 0
+        if frame.plane != MASK or frame.raw != due or not due:
             raise FormatError(f"mask frame {frame.block}: {frame.raw} bytes announced, or it lies outside the group")
     if any(a >= b for a, b in itertools.pairwise(blocks)):
         raise FormatError("mask frames are not sorted")

@@ -173,6 +173,8 @@ def _read_index(path: str, index: str) -> tuple[dict[str, str], str]:
     named_by = {file: name for name, file in content.weight_map.items()}
     for held, name in named_by.items():
         require_file_name(held, f"{what}: weight_map of {name}:", folders=False)
+        if not held.endswith(".safetensors"):
+            raise FormatError(f"{what}: weight_map of {name}: {held} is not a safetensors file")
     return content.weight_map, msgspec.json.encode(metadata, order="sorted").decode()
 
 

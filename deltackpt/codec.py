@@ -142,7 +142,10 @@ def decode(codec: int, stored: Bytes, nbytes: int) -> Bytes:
 
 def decode_bounded(stored: Bytes, limit: int) -> Bytes:
     """Take the outer zstd off a frame; what is inside may have any length up to `limit` bytes."""
-    declared = zstandard.get_frame_parameters(bytes(stored[:18])).content_size
+    try:
+        declared = zstandard.get_frame_parameters(bytes(stored[:18])).content_size
+    except zstandard.ZstdError as exc:
+        raise FormatError(f"outer zstd frame: {exc}") from exc
     if declared > limit:
         raise FormatError(f"outer zstd frame declares {declared} bytes, at most {limit} are possible")
     return decode(ZSTD, stored, declared)

@@ -32,8 +32,8 @@ BITS: Mapping[str, int] = {
 }  # fmt: skip
 """Bits of one header element of each safetensors dtype."""
 
-MAX_BYTES = 1 << 62
-"""No tensor, and no checkpoint, is larger: sums of offsets stay inside int64."""
+MAX_BYTES = 1 << 45
+"""No tensor, and no checkpoint, is larger (32 TiB): the groups of a hostile layout stay countable."""
 
 
 def element_width(dtype: str) -> int:
@@ -56,7 +56,7 @@ def tensor_nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
         bits *= extent
         # At once, before hostile extents grow into a number of a million digits.
         if extent > MAX_BYTES or bits > MAX_BYTES * 8:
-            raise FormatError(f"tensor {name}: a shape of {len(shape)} extents needs more than 2^62 bytes")
+            raise FormatError(f"tensor {name}: a shape of {len(shape)} extents needs more than 2^45 bytes")
     if bits % 8:
         raise FormatError(f"tensor {name}: {dtype}{list(shape)} is {bits} bits, not whole bytes")
     return bits // 8
@@ -138,7 +138,7 @@ class Layout:
                 raise FormatError(f"tensor {left}: the name is there twice (duplicate)")
         sizes = [tensor_nbytes(*t) for t in zip(self.names, self.dtypes, self.shapes, strict=True)]
         if sum(sizes) > MAX_BYTES:
-            raise FormatError("the tensors need more than 2^62 bytes together")
+            raise FormatError("the tensors need more than 2^45 bytes together")
         self.nbytes: I64 = np.array(sizes, np.int64)
         self.width: I64 = np.array([element_width(d) for d in self.dtypes], np.int64)
         self.count: I64 = self.nbytes // self.width if len(sizes) else self.nbytes
@@ -185,6 +185,8 @@ class Layout:
         layout = cls([t[0] for t in tensors], [t[1] for t in tensors], [t[2] for t in tensors])
         if layout.names != tuple(t[0] for t in tensors):
             raise FormatError("layout: tensors are not sorted by name")
+        if layout.encoded != data:
+            raise FormatError("layout: it is not in the canonical form that its digest stands for")
         return layout
 
     @cached_property

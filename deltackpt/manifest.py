@@ -97,7 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     placement: Digest
     state: Fingerprint
     nonce: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
-    prev: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")] = ""
+    prev: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$", max_length=64)] = ""
     base: Version | None = None
     epoch: Count = 0
     run_id: str = ""
@@ -206,6 +206,14 @@ class _Header(msgspec.Struct):
     needs: tuple[str, ...] = ()
 
 
+def require_level(data: bytes, what: str) -> _Header:
+    """Raise UnsupportedFormat, before anything else is looked at, if a record is for a newer reader."""
+    header = decode(data, _Header, what)
+    if header.format not in LEVELS:
+        raise UnsupportedFormat(f"{what}: format level {header.format}, this reader knows {LEVELS}; update deltackpt")
+    return header
+
+
 def decode_manifest(data: bytes, version: int) -> Manifest:
     """Parse the manifest of `version`; a second line may hold a signature.
 
@@ -215,9 +223,7 @@ def decode_manifest(data: bytes, version: int) -> Manifest:
     line, newline, _ = data.partition(b"\n")
     if not newline:
         raise FormatError(f"{what}: no newline at the end of the first line, it may be cut short")
-    header = decode(line, _Header, what)
-    if header.format not in LEVELS:
-        raise UnsupportedFormat(f"{what}: format level {header.format}, this reader knows {LEVELS}; update deltackpt")
+    header = require_level(line, what)
     if unknown := set(header.needs) - FEATURES:
         raise UnsupportedFormat(f"{what}: needs {sorted(unknown)}; update deltackpt")
     manifest = decode(line, Manifest, what)
@@ -247,8 +253,11 @@ def _check(manifest: Manifest, what: str) -> None:
         require_key(shard.key, f"{what}: shard key")
         if not (shard.frames[0] <= shard.frames[1] <= shard.tensors[0] <= shard.tensors[1] <= shard.nbytes):
             raise FormatError(f"{what}: index ranges of {shard.key} are not inside the shard")
-    for side in manifest.side_files:
-        require_file_name(side.name, f"{what}: side file")
+    names = [side.name for side in manifest.side_files]
+    for name in names:
+        require_file_name(name, f"{what}: side file")
+    if len(set(names)) != len(names):
+        raise FormatError(f"{what}: two files have the same name among its side files")
 
 
 _KEY = re.compile(r"[a-z]+(/[A-Za-z0-9._+=@-]+)+")
@@ -298,9 +307,8 @@ def decode_placement(data: bytes, tensors: int) -> Placement:
 def decode_anchor(data: bytes, version: int, tensors: int | None = None) -> Anchor:
     """Parse the anchor record of `version`; tensors: number of tensors in its layout, if known."""
     what = f"anchor of version {version}"
+    require_level(data, what)
     anchor = decode(data, Anchor, what)
-    if anchor.format not in LEVELS:
-        raise UnsupportedFormat(f"{what}: format level {anchor.format}; update deltackpt")
     if anchor.version != version:
         raise FormatError(f"{what}: it says version {anchor.version}")
     if tensors is not None and len(anchor.fingerprints) != 8 * tensors:

@@ -23,7 +23,6 @@ from deltackpt.errors import (
 )
 from deltackpt.layout import Layout
 from deltackpt.manifest import (
-    LEVELS,
     MAX_MANIFEST,
     Anchor,
     Manifest,
@@ -39,6 +38,7 @@ from deltackpt.manifest import (
     digest,
     manifest_key,
     pruned_key,
+    require_level,
 )
 from deltackpt.shard import Frame, Index, header_length, parse_header, parse_index
 from deltackpt.store import LocalStore, Store, read
@@ -86,7 +86,7 @@ class Delta:
                 try:
                     yield decode_group(self.layout, group, fetched.frames(group), threads=threads)
                 except FormatError as exc:
-                    raise FormatError(f"version {self.version}: {exc}") from exc
+                    raise type(exc)(f"version {self.version}: {exc}") from exc
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,8 @@ class Reader:
                 raw = read(self.store, "store.json", limit=MAX_MANIFEST)
             except NotFound as exc:
                 raise StoreError(f"{self.store.url} holds no store (no store.json); publish to it first") from exc
-            info = decode(raw, StoreInfo, "store.json")
-            if info.format not in LEVELS:
-                raise UnsupportedFormat(f"store.json: format level {info.format}, this reader knows {LEVELS}")
-            self._info = info
+            require_level(raw, "store.json")
+            self._info = decode(raw, StoreInfo, "store.json")
         return self._info
 
     @property
@@ -171,10 +169,26 @@ class Reader:
             if version != last + 1:
                 raise ChainError(f"manifest of version {last + 1} is missing, but version {version} is there")
             check_link(self.history[last], entry)
+            self._check_tie(entry)
         elif version != 0:
             raise ChainError(f"manifest of version 0 is missing, but version {version} is there")
         self.history[version] = entry
         return True
+
+    def _check_tie(self, entry: Entry) -> None:
+        """Raise FormatError unless a version without a delta holds what the version that it names holds."""
+        manifest = entry.manifest
+        if manifest.kind not in ("empty", "rewind") or manifest.base is None:
+            return
+        base = self.history.get(manifest.base) or self._entry(manifest.base)
+        if base is None:
+            raise ChainError(
+                f"version {manifest.version} is based on version {manifest.base}, whose manifest is missing"
+            )
+        if (base.manifest.state, base.manifest.layout) != (manifest.state, manifest.layout):
+            raise FormatError(
+                f"version {manifest.version} is {manifest.kind}, but its state or layout is not that of version {manifest.base}"
+            )
 
     def _entry(self, version: int) -> Entry | None:
         try:
@@ -213,7 +227,12 @@ class Reader:
         if key not in self._placements:
             tensors = len(self.layout(manifest.layout).names)
             self._placements[key] = decode_placement(self._object("placements", key), tensors)
-        return self._placements[key]
+        placement = self._placements[key]
+        taken = {f.name for f in placement.files} | {placement.index}
+        for side in manifest.side_files:
+            if side.name in taken:
+                raise FormatError(f"version {manifest.version}: side file {side.name!r} has the name of a weight file")
+        return placement
 
     def side_file(self, side: SideFile) -> bytes:
         """Return the bytes of a side file."""

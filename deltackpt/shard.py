@@ -108,6 +108,8 @@ def _require_no_duplicates(raw: bytes, what: str) -> None:
 
 def parse_header(raw: bytes, nbytes: int, what: str) -> Header:
     """Parse a header, without its length field, of a file of `nbytes`. what: the file, for errors."""
+    if raw[:1] != b"{":
+        raise FormatError(f"{what}: the header does not begin with a brace")
     try:
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         keys = 4 * len(entries) - 3 * ("__metadata__" in entries)
@@ -281,6 +283,8 @@ def parse_index(shard: Shard, data: memoryview, layout: Layout) -> Index:
     begins, ends = frames["offset"][by_offset], end[by_offset]
     if len(frames) and (begins[0] < index_end or ends.max() > len(data) or np.any(begins[1:] < ends[:-1])):
         raise FormatError(f"{what}: frames overlap or lie outside the shard")
+    if np.any(frames["offset"] % np.uint64(ALIGN)):
+        raise FormatError(f"{what}: a frame does not begin at a multiple of {ALIGN}")
     if len(frames) and (frames["group"].max() >= len(layout.groups) or np.any(frames["stored"] == 0)):
         raise FormatError(f"{what}: a frame is empty or names a group that the layout does not have")
     tensors = changes["tensor"]
