@@ -19,7 +19,6 @@ from deltackpt.errors import (
     IntegrityError,
     NotFound,
     StoreError,
-    UnsupportedFormat,
 )
 from deltackpt.layout import Layout
 from deltackpt.manifest import (
@@ -187,7 +186,8 @@ class Reader:
             )
         if (base.manifest.state, base.manifest.layout) != (manifest.state, manifest.layout):
             raise FormatError(
-                f"version {manifest.version} is {manifest.kind}, but its state or layout is not that of version {manifest.base}"
+                f"version {manifest.version} is {manifest.kind}, "
+                f"but its state or layout is not that of version {manifest.base}"
             )
 
     def _entry(self, version: int) -> Entry | None:
