@@ -38,6 +38,15 @@ def parse(file: bytes, what: str = "f") -> Header:
     return parse_header(file[8 : 8 + length], len(file), what)
 
 
+def refusal_of(file: bytes, what: str = "f") -> str:
+    """Why a file is refused, empty if it is read."""
+    try:
+        parse(file, what)
+    except FormatError as exc:
+        return str(exc)
+    return ""
+
+
 def file_of(header: bytes | str | dict[str, object], data: int = 0) -> bytes:
     """Bytes of a file with this header and `data` bytes behind it."""
     if isinstance(header, dict):
@@ -103,15 +112,15 @@ def test_header_gives_tensors_in_offset_order_with_their_places() -> None:
     ("header", "data", "message"),
     [
         # not the JSON of a header
-        ("", 0, "not what safetensors defines"),
+        ("", 0, "does not begin with a brace"),
         ("{", 0, "not what safetensors defines"),
         (b'{"\xff":1}', 0, "not what safetensors defines"),
         ('{"a":' + "[" * 100_000 + "]" * 100_000 + "}", 0, "not what safetensors defines"),
         ('{"a\\n":' + "9" * 5000 + "}", 0, "not what safetensors defines"),
-        ("[" * 100_000, 0, "not what safetensors defines"),
+        ("[" * 100_000, 0, "does not begin with a brace"),
         ('{"a":' * 100_000, 0, "not what safetensors defines"),
-        ("[]", 0, "not what safetensors defines: Expected `object`"),
-        ("3", 0, "not what safetensors defines: Expected `object`"),
+        ("[]", 0, "does not begin with a brace"),
+        (" {}", 0, "does not begin with a brace"),
         ("{}{}", 0, "not what safetensors defines"),
         # repeated names
         ('{"a":1,"a":2}', 0, r"a is there twice \(duplicate\)"),
@@ -139,8 +148,8 @@ def test_header_gives_tensors_in_offset_order_with_their_places() -> None:
         ({"w": tensor(shape=[5])}, 4, r"tensor w: U8\[5\] needs 5 bytes, data_offsets \[0, 4\] hold 4"),
         ({"w": tensor(offsets=[4, 0])}, 4, r"tensor w: U8\[4\] needs 4 bytes, data_offsets \[4, 0\] hold -4"),
         ({"w": tensor("F4", [3], [0, 1])}, 1, r"tensor w: F4\[3\] is 12 bits, not whole bytes"),
-        ({"w": tensor("F32", [2**62, 8])}, 4, r"tensor w: .* needs more than 2\^62 bytes"),
-        ({"w": tensor(shape=[0, 2**70], offsets=[0, 0])}, 0, r"tensor w: .* needs more than 2\^62 bytes"),
+        ({"w": tensor("F32", [2**62, 8])}, 4, r"tensor w: .* needs more than 2\^45 bytes"),
+        ({"w": tensor(shape=[0, 2**70], offsets=[0, 0])}, 0, r"tensor w: .* needs more than 2\^45 bytes"),
         # places
         ({"w": tensor(offsets=[1, 5])}, 5, "tensor w begins at 1 and leaves a hole before it, expected 0"),
         (
@@ -245,11 +254,13 @@ def test_parser_agrees_with_the_reference_reader(file: bytes) -> None:
         with pytest.raises(FormatError):
             parse(file)
         return
-    try:
-        header = parse(file)
-    except FormatError as exc:
-        assert any(reason in str(exc) for reason in ("duplicate", "contains unknown field")), exc
+    refusal = refusal_of(file)
+    if refusal:
+        assert any(reason in refusal for reason in ("duplicate", "contains unknown field", "begin with a brace")), (
+            refusal
+        )
         return
+    header = parse(file)
     found = {
         t.name: (t.dtype, t.shape, file[header.data + t.begin : header.data + t.end]) for t in header.tensors
     }  # fmt: skip
@@ -271,13 +282,9 @@ def test_files_of_the_cases_are_read_or_refused_by_name(case: str, cases: Callab
     expect = json.loads((folder / "expect.json").read_text())
     for path in sorted(folder.glob("*.safetensors")):
         readable = expect["readable"].get(path.name, False)
-        try:
-            parse(path.read_bytes(), path.name)
-        except FormatError as exc:
-            assert not readable, path.name
-            assert str(exc).startswith(f"{path.name}: "), path.name
-        else:
-            assert readable, path.name
+        refusal = refusal_of(path.read_bytes(), path.name)
+        assert refusal.startswith("" if readable else f"{path.name}: "), path.name
+        assert bool(refusal) != readable, path.name
 
 
 # ---------------------------------------------------------------- shards
@@ -457,5 +464,5 @@ def test_index_range_that_is_not_the_index_is_refused(ranges: dict[str, object],
 @pytest.mark.parametrize("nbytes", [0, 7, 8, 100, 207, 300, 463])
 def test_shard_that_was_cut_is_refused(nbytes: int) -> None:
     shard, blob = spoilt(no_edit)
-    with pytest.raises(FormatError, match="^shard data/x/s: "):
+    with pytest.raises(FormatError, match=r"^shard data/x/s: "):
         parse_index(shard, memoryview(blob)[:nbytes], LAYOUT)
