@@ -34,6 +34,8 @@ Mode: TypeAlias = Literal["replace", "switch", "in-place"]
 CODECS = ("zstd", "deflate", "lz4", "snappy", "raw")
 FORMS = ("sparse", "mask")
 MODES = ("replace", "switch", "in-place")
+_PATH = click.Path(readable=False)
+"""Only for shell completion: what is wrong with a path is for the library to say, with its exit code."""
 _INTERRUPTED = 130
 _SHOWN = 20
 """Rows of `log`, and names in a list, unless all are asked for."""
@@ -151,11 +153,11 @@ _threads_option = click.option(
     help="CPU threads to use. [default: all CPUs of this process]",
 )  # fmt: skip
 _scratch_option = click.option(
-    "--scratch", type=click.Path(), metavar="DIR",
+    "--scratch", type=_PATH, metavar="DIR",
     help="Folder for a temporary copy of the weights, where one is needed.",
 )  # fmt: skip
 _anchor_source_option = click.option(
-    "--anchor-source", type=click.Path(), metavar="DIR",
+    "--anchor-source", type=_PATH, metavar="DIR",
     help="Folder that holds the files of an anchor made with --anchor-ref.",
 )  # fmt: skip
 
@@ -277,15 +279,15 @@ def _metadata(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ..
 
 
 @cli.command()
-@click.argument("checkpoint", type=click.Path(), metavar="CKPT")
-@click.argument("store", type=click.Path())
+@click.argument("checkpoint", type=_PATH, metavar="CKPT")
+@click.argument("store", type=_PATH)
 @click.option("--step", type=int, help="Training step of these weights; it may not fall without --resume.")
 @click.option(
     "--run-id", envvar="DELTACKPT_RUN_ID", show_envvar=True,
     help="Name of the training run; the same name goes on with a stream, another one is refused.",
 )  # fmt: skip
 @click.option(
-    "--base", type=click.Path(), metavar="DIR",
+    "--base", type=_PATH, metavar="DIR",
     help="Folder that holds the newest version. [default: the one published last, or rebuilt from STORE]",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on with a stream that another run or host has written.")
@@ -376,8 +378,8 @@ def _bytes_changed(url: str, manifest: Manifest) -> int | None:
 
 
 @cli.command()
-@click.argument("store", type=click.Path())
-@click.argument("dest", type=click.Path())
+@click.argument("store", type=_PATH)
+@click.argument("dest", type=_PATH)
 @click.option(
     "--version", type=click.IntRange(min=0), metavar="N",
     help="Version to pull; it may be older than the local one. [default: the newest]",
@@ -390,7 +392,7 @@ def _bytes_changed(url: str, manifest: Manifest) -> int | None:
 )  # fmt: skip
 @click.option("--reseed", is_flag=True, help="Replace weights in DEST that belong to no version.")
 @click.option(
-    "--lock", type=click.Path(), metavar="FILE",
+    "--lock", type=_PATH, metavar="FILE",
     help="File on a local disk to lock, where the filesystem of DEST has no locks.",
 )  # fmt: skip
 @_anchor_source_option
@@ -454,9 +456,11 @@ def pull(
     way = f"version {prepared.version}"
     if prepared.previous is not None:
         way = f"version {prepared.previous} -> {prepared.version}"
-    origin = "" if plan.anchor is None else f"anchor of version {plan.anchor} and "
+    sources = [] if plan.anchor is None else [f"anchor of version {plan.anchor}"]
+    if plan.steps or not sources:
+        sources.append(count(len(plan.steps), "delta"))
     facts = [
-        f"{origin}{count(len(plan.steps), 'delta')}", f"{size(plan.nbytes)} fetched",
+        " and ".join(sources), f"{size(plan.nbytes)} fetched",
         f"staged {prepared.times['stage_ms']:.0f} ms", f"applied {prepared.times['apply_ms']:.0f} ms",
     ]  # fmt: skip
     output.result(fields, f"{dest}: {way} ({', '.join(facts)})")
@@ -483,7 +487,7 @@ def _version_of_step(reader: Reader, step: int) -> int:
 
 
 @cli.command()
-@click.argument("store", type=click.Path())
+@click.argument("store", type=_PATH)
 @click.option(
     "--limit", type=click.IntRange(min=1), metavar="N",
     help=f"Show the newest N versions. [default: {_SHOWN}; with --json all]",
@@ -532,7 +536,7 @@ def _log_text(store: str, manifests: Sequence[Manifest]) -> str:
 
 
 @cli.command()
-@click.argument("store", type=click.Path())
+@click.argument("store", type=_PATH)
 @click.argument("version", type=click.IntRange(min=0), required=False)
 @_json_option
 @click.pass_obj
@@ -607,10 +611,8 @@ def _words(value: object) -> str:
 
 
 @cli.command()
-@click.argument("path", type=click.Path(), metavar="STORE|DEST")
-@click.option(
-    "--against", type=click.Path(), metavar="STORE", help="Check the local folder DEST against this store instead."
-)
+@click.argument("path", type=_PATH, metavar="STORE|DEST")
+@click.option("--against", type=_PATH, metavar="STORE", help="Check the local folder DEST against this store instead.")
 @click.option("--deep", is_flag=True, help="Also rebuild every version of STORE and compare all its bytes.")
 @_anchor_source_option
 @_scratch_option
@@ -727,7 +729,7 @@ def _finish(
 
 
 @cli.command()
-@click.argument("store", type=click.Path())
+@click.argument("store", type=_PATH)
 @click.option(
     "--version", type=click.IntRange(min=0), metavar="N",
     help="Version to copy. [default: the newest]",
@@ -764,8 +766,8 @@ def anchor(output: Output, store: str, version: int | None, scratch: str | None,
 
 
 @cli.command()
-@click.argument("old", type=click.Path())
-@click.argument("new", type=click.Path())
+@click.argument("old", type=_PATH)
+@click.argument("new", type=_PATH)
 @click.option(
     "--limit", type=click.IntRange(min=1), default=4096, show_default=True, metavar="MIB",
     help="Measure whole tensors spread over the model, together at most this many MiB.",
@@ -801,7 +803,7 @@ def bench(output: Output, old: str, new: str, limit: int, repeats: int) -> None:
 
 
 @cli.command()
-@click.argument("path", type=click.Path(), metavar="[STORE|DEST]", required=False)
+@click.argument("path", type=_PATH, metavar="[STORE|DEST]", required=False)
 @_json_option
 @click.pass_obj
 def doctor(output: Output, path: str | None) -> None:

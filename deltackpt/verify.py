@@ -222,6 +222,10 @@ class _StoreCheck:
         """Check all that a manifest names but anchors; returns the delta of a `delta` version that is whole."""
         manifest = self.reader.manifest(version)
         self._once("layouts", manifest.layout, version, lambda: self.reader.layout(manifest.layout))
+        if self._layout(version) is None:
+            # Nothing else of the version can be read, and the layout is listed already.
+            self.bad.add(version)
+            return None
         self._once("placements", manifest.placement, version, lambda: self.reader.placement(manifest))
         for side in manifest.side_files:
             self._once("files", side.sha256, version, partial(self._require_side_file, side))
@@ -232,6 +236,12 @@ class _StoreCheck:
         if manifest.kind != "delta" or version in self.pruned:
             return None
         return self._check_shards(version, manifest)
+
+    def _layout(self, version: int) -> Layout | None:
+        try:
+            return self.reader.layout(self.reader.manifest(version).layout)
+        except DeltaError:
+            return None
 
     def _once(self, kind: str, content: str, version: int, load: Callable[[], object]) -> None:
         if (kind, content) not in self._seen:
@@ -248,10 +258,7 @@ class _StoreCheck:
         totals, stored = manifest.totals, sum(s.nbytes for s in manifest.shards)
         if totals.stored != stored:
             raise FormatError(f"its totals say {totals.stored} stored bytes, its shards have {stored}")
-        try:
-            layout = self.reader.layout(manifest.layout)
-        except DeltaError:
-            return  # noted when the layout was read
+        layout = self.reader.layout(manifest.layout)
         if (totals.raw, totals.elements) != (layout.total_bytes, layout.total_elements):
             raise FormatError(
                 f"its totals say {totals.elements} elements in {totals.raw} bytes, "
@@ -290,10 +297,7 @@ class _StoreCheck:
 
     def _shard_faults(self, manifest: Manifest) -> list[DeltaError]:
         """Look at every shard of a version that cannot be used as a whole."""
-        try:
-            layout = self.reader.layout(manifest.layout)
-        except DeltaError:
-            return []
+        layout = self.reader.layout(manifest.layout)
 
         def fault(shard: Shard) -> DeltaError | None:
             try:
@@ -308,6 +312,8 @@ class _StoreCheck:
 
     def check_anchor(self, version: int) -> AnchorSource | None:
         """Check the record and every file of an anchor; returns it if it is whole."""
+        if self._layout(version) is None:
+            return None
         try:
             source = self.reader.anchor(version)
         except ConfigError as exc:
@@ -390,21 +396,25 @@ class _Rebuild:
         self._arena, self._held = None, None
 
     def visit(self, version: int, delta: Delta | None, anchor: AnchorSource | None) -> None:
-        """Bring the copy to `version` and compare all its bytes; also those of its anchor."""
+        """Bring the copy to `version` and compare all its bytes; also those of its anchor.
+
+        Raises StoreError where there is no room for a copy, which is no fault of the store.
+        """
         manifest = self._reader.manifest(version)
         steps = self._steps(manifest)
+        if steps is None:
+            self._held = None
+            if anchor is None:
+                self.skipped.append(version)
+                return
+            self._drop()
+            self._layout = self._reader.layout(manifest.layout)
+            self._arena = _Arena(self._layout, self._scratch)
         try:
             if steps is not None:
                 self._walk(manifest, steps, delta)
-                if anchor is not None:
-                    with self._check.collect(version):
-                        self._compare_anchor(anchor, manifest)
             elif anchor is not None:
                 self._load(anchor, manifest)
-            else:
-                self._held = None
-                self.skipped.append(version)
-                return
         except DeltaError as exc:
             # What the copy holds is not known any more.
             self._held = None
@@ -413,6 +423,8 @@ class _Rebuild:
             return
         self._held = version
         self.count += 1
+        if steps is not None and anchor is not None:
+            self._compare_anchor(anchor, manifest)
 
     def _steps(self, manifest: Manifest) -> tuple[Step, ...] | None:
         """Return the deltas that lead from the copy to a version, None where there is no way."""
@@ -440,9 +452,7 @@ class _Rebuild:
         self._require(manifest, self._arena, self._table, "came out wrong")
 
     def _load(self, anchor: AnchorSource, manifest: Manifest) -> None:
-        self._drop()
-        self._layout = self._reader.layout(manifest.layout)
-        self._arena = _Arena(self._layout, self._scratch)
+        assert self._arena is not None
         read_anchor(anchor, self._arena.addresses, self._reader.threads)
         self._table = anchor.fingerprints
         self._require(manifest, self._arena, self._table, "differs in the anchor")
@@ -451,8 +461,9 @@ class _Rebuild:
         layout = self._reader.layout(manifest.layout)
         arena = _Arena(layout, self._scratch)
         try:
-            read_anchor(anchor, arena.addresses, self._reader.threads)
-            self._require(manifest, arena, self._table, "differs in the anchor")
+            with self._check.collect(manifest.version):
+                read_anchor(anchor, arena.addresses, self._reader.threads)
+                self._require(manifest, arena, self._table, "differs in the anchor")
         finally:
             arena.close()
 
