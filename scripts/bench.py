@@ -204,14 +204,17 @@ def synthetic(options: argparse.Namespace) -> Iterator[Report]:
 
 
 def real(options: argparse.Namespace) -> Iterator[Report]:
-    """Measure each step between consecutive checkpoints of --steps."""
-    folder: Path = options.steps
-    checkpoints = sorted(folder.glob("step-*"))
-    if len(checkpoints) < 2:
-        sys.exit(f"{folder}: {len(checkpoints)} checkpoints step-*, expected at least 2")
-    for old, new in pairwise(checkpoints):
-        pairs = bench.pair_up(bench.read_checkpoint(old), bench.read_checkpoint(new))
-        title = f"real fine-tuning, {old.stem} -> {new.stem}, {changed_bytes(pairs):.3%} of bytes"
+    """Measure each step of the demo's fine-tuning."""
+    import torch
+    from finetune import finetune
+
+    states = (
+        {name: tensor.flatten().view(torch.uint8).numpy() for name, tensor in state.items()}
+        for state, _ in finetune(options.real)
+    )
+    for step, (old, new) in enumerate(pairwise(states), 1):
+        pairs = [Pair(name, old[name], new[name], 2) for name in sorted(old)]
+        title = f"real fine-tuning, step {step}, {changed_bytes(pairs):.3%} of bytes"
         yield bench.run(pairs, title=title, repeats=options.repeats)
 
 
@@ -513,7 +516,7 @@ def parse() -> argparse.Namespace:
     add("--repeats", type=int, default=5, help="timed repetitions; the best counts")
     add("--only", default="", help="only synthetic inputs whose name contains this")
     add("--no-synthetic", action="store_true", help="leave the synthetic inputs out")
-    add("--steps", type=Path, help="folder with step-000000.safetensors ... of a real run")
+    add("--real", type=int, metavar="STEPS", help="steps of the demo's real fine-tuning")
     add("--machine", action="store_true", help="memcpy and read bandwidth")
     add("--cli", action="store_true", help="--help and a small warm pull")
     add("--memory", action="store_true", help="peak memory of publish and pull; about 5 x --gib of disk")
@@ -572,7 +575,7 @@ def main() -> None:
             print(f"\n{bench.table(report)}", flush=True)
             if report.title.startswith("synthetic bf16") and "lr" in report.title:
                 print(goals(report), flush=True)
-    if options.steps is not None:
+    if options.real:
         steps_done = list(real(options))
         reports += steps_done
         print(f"\n{bench.table(steps_done[0])}\n\n{by_step(steps_done)}", flush=True)
