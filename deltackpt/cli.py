@@ -34,8 +34,22 @@ Mode: TypeAlias = Literal["replace", "switch", "in-place"]
 CODECS = ("zstd", "deflate", "lz4", "snappy", "raw")
 FORMS = ("sparse", "mask")
 MODES = ("replace", "switch", "in-place")
-_PATH = click.Path(readable=False)
-"""Only for shell completion: what is wrong with a path is for the library to say, with its exit code."""
+
+
+class _Place(click.Path):
+    """A path or URL. Its type is for shell completion: what is wrong with it is for the library to say."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        """Refuse an empty text: a variable that is not set would mean the working folder."""
+        if not os.fspath(value):
+            self.fail("the path is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_PATH = _Place(readable=False)
+_STEP = click.IntRange(min=0, max=1 << 62)
 _INTERRUPTED = 130
 _SHOWN = 20
 """Rows of `log`, and names in a list, unless all are asked for."""
@@ -52,15 +66,20 @@ class Output:
 
     def result(self, fields: Mapping[str, object], text: str) -> None:
         """Print what a command found."""
-        click.echo(json.dumps(fields, ensure_ascii=False) if self.json else text)
+        click.echo(json.dumps(fields) if self.json else _printable(text))
 
     def error(self, kind: str, message: str, exit_code: int, fields: Mapping[str, object] | None = None) -> None:
         """Print an error: one line on stderr; with --json also an object, with `fields` of a result that has faults."""
-        line = " ".join(message.split())
+        line = _printable(" ".join(message.split()))
         click.echo(f"deltackpt: {line}", err=True)
         if self.json:
             error = {"error": kind, "message": line, "exit_code": exit_code}
-            click.echo(json.dumps({**(fields or {}), **error}, ensure_ascii=False))
+            click.echo(json.dumps({**(fields or {}), **error}))
+
+
+def _printable(text: str) -> str:
+    """Escape what no stream can encode: file names need not be UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class _Lines(logging.Handler):
@@ -275,15 +294,25 @@ def _metadata(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ..
         if not equals or not key:
             raise click.BadParameter(f"{pair!r} is not KEY=VALUE.")
         found[key] = value
+        _text(_ctx, _param, pair)
     return found
+
+
+def _text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Refuse bytes that are no UTF-8: a manifest cannot hold them."""
+    if value is not None and _printable(value) != value:
+        raise click.BadParameter(f"{_printable(value)!r} is not UTF-8.")
+    return value
 
 
 @cli.command()
 @click.argument("checkpoint", type=_PATH, metavar="CKPT")
 @click.argument("store", type=_PATH)
-@click.option("--step", type=int, help="Training step of these weights; it may not fall without --resume.")
 @click.option(
-    "--run-id", envvar="DELTACKPT_RUN_ID", show_envvar=True,
+    "--step", type=_STEP, metavar="N", help="Training step of these weights; it may not fall without --resume."
+)
+@click.option(
+    "--run-id", envvar="DELTACKPT_RUN_ID", show_envvar=True, callback=_text,
     help="Name of the training run; the same name goes on with a stream, another one is refused.",
 )  # fmt: skip
 @click.option(
@@ -336,6 +365,7 @@ def publish(
     """
     from deltackpt.publish import publish_folder
 
+    _require_apart(checkpoint, store)
     with _stage(f"publishing {checkpoint}"):
         manifest = publish_folder(
             checkpoint, store, base=base, step=step, run_id=run_id, resume=resume, new_lineage=new_lineage,
@@ -362,6 +392,17 @@ def publish(
     output.result(fields, f"{store}: version {manifest.version} ({', '.join(facts)})")
 
 
+def _require_apart(checkpoint: str, url: str) -> None:
+    """Raise ConfigError for a store inside the checkpoint: its files would be published as side files."""
+    from deltackpt.store import LocalStore, open_store
+
+    store = open_store(url)
+    if isinstance(store, LocalStore) and os.path.isdir(checkpoint):
+        outer, inner = os.path.realpath(checkpoint), os.path.realpath(store.root)
+        if os.path.commonpath((outer, inner)) == outer:
+            raise ConfigError(f"the store {url} lies inside the checkpoint {checkpoint}; name one outside of it")
+
+
 def _bytes_changed(url: str, manifest: Manifest) -> int | None:
     """Return the bytes of the changed elements, None where elements of several widths make that unknown."""
     from deltackpt.reader import Reader
@@ -384,7 +425,7 @@ def _bytes_changed(url: str, manifest: Manifest) -> int | None:
     "--version", type=click.IntRange(min=0), metavar="N",
     help="Version to pull; it may be older than the local one. [default: the newest]",
 )  # fmt: skip
-@click.option("--step", type=int, help="Pull the newest version that has this training step.")
+@click.option("--step", type=_STEP, metavar="N", help="Pull the newest version that has this training step.")
 @click.option(
     "--mode", type=click.Choice(MODES), default="replace", show_default=True,
     help="replace: new files beside the old ones, then renamed. switch: folders v<version> and a link `current`. "
@@ -468,6 +509,8 @@ def pull(
 
 def _require_writable(dest: str) -> None:
     """Raise StoreError for a folder that cannot be changed, also where nothing would have to be."""
+    if os.path.exists(os.path.join(dest, "store.json")):
+        raise ConfigError(f"{dest} is a store; name another folder for the checkpoint")
     for folder in (dest, os.path.join(dest, ".deltackpt")):
         if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
             raise StoreError(f"{folder} is read-only for this user; pull as its owner, or into another folder")
@@ -660,15 +703,16 @@ def verify(
 
 
 def _require_store(store: Store, path: str) -> None:
-    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "store.json")) and _looks_local(path):
+    if not os.path.exists(os.path.join(path, "store.json")) and _looks_local(path):
         raise ConfigError(f"{store.url} is a checkpoint folder, no store; name its store with --against")
 
 
 def _looks_local(path: str) -> bool:
     """Say whether a folder is, or holds, a checkpoint."""
-    if not os.path.isdir(path):
-        return False
-    names = os.listdir(path)
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return False  # who opens it as a store says why
     return ".deltackpt" in names or "current" in names or any(n.endswith(".safetensors") for n in names)
 
 
@@ -816,7 +860,7 @@ def doctor(output: Output, path: str | None) -> None:
     """
     fields: dict[str, object] = {"machine": _doctor_machine(path)}
     if path is not None:
-        if os.path.isdir(path) and not os.path.exists(os.path.join(path, "store.json")) and _looks_local(path):
+        if not os.path.exists(os.path.join(path, "store.json")) and _looks_local(path):
             fields["dest"] = _doctor_dest(path)
         else:
             fields["store"] = _doctor_store(path)

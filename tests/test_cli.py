@@ -438,6 +438,11 @@ def test_doctor_looks_behind_the_link_of_switch_mode(root: Path) -> None:
         (["pull", "store", "dest", "--version", "-1"], "-1"),
         (["publish", "v0", "store", "--metadata", "novalue"], "'novalue' is not KEY=VALUE"),
         (["verify", "v0", "--against", "store", "--deep"], "--deep is for a store"),
+        (["publish", "v0", "store", "--metadata", "a=\udcff"], "'a=\\\\udcff' is not UTF-8"),
+        (["publish", "v0", "store", "--run-id", "\udcff"], "is not UTF-8"),
+        (["publish", "v0", "store", "--step", "-1"], "-1"),
+        (["publish", "v0", "store", "--step", str(1 << 63)], "9223372036854775808"),
+        (["pull", "store", ""], "the path is empty"),
         (["log", "store", "--threads", "2"], "No such option"),
     ],
 )
@@ -450,6 +455,26 @@ def test_wrong_usage_is_one_line_and_exit_code_2(root: Path, arguments: list[str
 def test_call_that_does_not_fit_is_exit_code_3(root: Path) -> None:
     assert "does not exist" in refused(3, "ConfigError", "publish", "missing", "store", "--run-id", "r")
     assert "--resume" in refused(3, "ConfigError", "publish", "v1", "store", "--run-id", "another")
+
+
+@pytest.mark.parametrize("store", ["v0", "v0/store", "v0/../v0/store"])
+def test_store_inside_its_checkpoint_is_refused(root: Path, store: str) -> None:
+    before = make_cases.tree_digest("v0")
+    assert "lies inside the checkpoint v0" in refused(3, "ConfigError", "publish", "v0", store)
+    assert make_cases.tree_digest("v0") == before
+
+
+def test_pull_into_a_store_is_refused(root: Path) -> None:
+    before = make_cases.tree_digest("store")
+    assert refused(3, "ConfigError", "pull", "store", "store").startswith("store is a store; ")
+    assert make_cases.tree_digest("store") == before
+
+
+def test_file_name_that_is_not_utf8_can_be_printed(root: Path) -> None:
+    name = os.fsdecode(b"d\xff")
+    assert good("pull", "store", name).startswith("d\\udcff: version 3 (")
+    assert answer("pull", "store", name)["dest"] == name
+    assert "d\\udcff/x" in refused(3, "ConfigError", "publish", f"{name}/x", "store")
 
 
 def test_locked_destination_is_exit_code_4(root: Path) -> None:
