@@ -31,7 +31,7 @@ from deltackpt.store import LocalStore, open_store
 from deltackpt.writer import Draft, Upload, Writer, attempt
 
 if TYPE_CHECKING:
-    from deltackpt.tensors import Params
+    from deltackpt.tensors import Live, Params
 
 SHARD_BYTES = 32 << 20
 """A shard is closed when it holds this many bytes."""
@@ -101,6 +101,7 @@ def publish_folder(
     url: str,
     *,
     base: str | None = None,
+    mirror: str | None = None,
     step: int | None = None,
     run_id: str | None = None,
     resume: bool = False,
@@ -117,9 +118,12 @@ def publish_folder(
     """Publish a checkpoint folder as the next version of the store at `url`.
 
     base: a folder that holds the head; without it the folder published last, if it still holds the head, or a copy
-    rebuilt from the store under `scratch`. A fingerprint proves the base each time. anchor_ref: a full version leaves
-    the weights where they are and names them by digest.
+    rebuilt from the store under `scratch`. A fingerprint proves the base each time. mirror: a folder of the caller's that
+    is brought to the head, serves as the base and is brought to the new version: for trainers that overwrite their
+    checkpoint. anchor_ref: a full version leaves the weights where they are and names them by digest.
     """
+    if base is not None and mirror is not None:
+        raise ConfigError("base and mirror are given; one folder can be the base")
     folder = open_folder(checkpoint)
     writer = Writer(open_store(url), run_id=run_id, resume=resume, new_lineage=new_lineage, threads=threads)
     writer.require_step(step)
@@ -142,14 +146,27 @@ def publish_folder(
         if full:
             draft = full_draft(writer, upload, source, folder if anchor_ref else None)
         else:
-            draft = _folder_delta(writer, upload, source, base, scratch, codec=codec, form=form)
+            if mirror is not None:
+                _bring(mirror, url, head, threads)
+            draft = _folder_delta(writer, upload, source, base or mirror, scratch, codec=codec, form=form)
         folder.require_unchanged()
         manifest = writer.commit(draft, step=step, metadata=metadata)
     writer.remember_checkpoint(folder.path)
     writer.sweep(manifest.version)
     if anchors and not full and anchor_due(writer.reader):
         make_anchor(url, manifest.version, scratch=scratch, threads=threads)
+    if mirror is not None:
+        _bring(mirror, url, writer.head, threads)
     return manifest
+
+
+def _bring(path: str, url: str, entry: Entry | None, threads: int | None) -> None:
+    """Bring a folder to a version; weights of no version are replaced."""
+    assert entry is not None
+    with Follower(url, CheckpointTarget(path), threads=threads) as follower:
+        prepared = follower.prepare(entry.manifest.version, reseed=True)
+        if prepared is not None:
+            prepared.apply()
 
 
 def _folder_delta(
@@ -198,23 +215,27 @@ def _base(writer: Writer, base: str | None, scratch: str | None) -> Iterator[Fol
             )
         yield folder
         return
-    known = writer.host.checkpoint
-    if known is not None:
-        with contextlib.suppress(DeltaError):
-            folder = open_folder(known)
-            if _holds(writer, folder, head):
-                yield folder
-                return
+    if known := _known_base(writer, head):
+        yield known
+        return
     if scratch is None and isinstance(writer.store, LocalStore):
         scratch = os.path.join(writer.store.root, ".tmp")
         os.makedirs(scratch, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="deltackpt-base-", dir=scratch) as root:
-        target = CheckpointTarget(os.path.join(root, "checkpoint"))
-        with Follower(writer.store.url, target, threads=writer.reader.threads) as follower:
-            prepared = follower.prepare(head.manifest.version)
-            assert prepared is not None, "an empty folder holds no version"
-            prepared.apply()
-        yield open_folder(target.path)
+        rebuilt = os.path.join(root, "checkpoint")
+        _bring(rebuilt, writer.store.url, head, writer.reader.threads)
+        yield open_folder(rebuilt)
+
+
+def _known_base(writer: Writer, head: Entry) -> Folder | None:
+    """Return the folder that this host published last, if it still holds the head."""
+    if writer.host.checkpoint is not None:
+        # It may be gone or half overwritten by now: then it is no base, and that is no error.
+        with contextlib.suppress(DeltaError):
+            folder = open_folder(writer.host.checkpoint)
+            if _holds(writer, folder, head):
+                return folder
+    return None
 
 
 def _holds(writer: Writer, folder: Folder, head: Entry) -> bool:
@@ -301,7 +322,9 @@ class Publisher:
         if self._serving is not None:
             self._serving.checkpoint.layout.require_same(live.layout)
         if self._layout is None and writer.head is not None and not writer.new_lineage:
-            self._adopt(live.layout)
+            draft = self._adopt(live)
+            if draft is not None:
+                return self._commit(draft, [], step, metadata)
         if self._layout is not None:
             self._layout.require_same(live.layout)
         with attempt(writer) as upload:
@@ -319,9 +342,7 @@ class Publisher:
         placement = self._serving.checkpoint.placement if self._serving else default_placement(layout)
         base, held = _arena(layout, placement)
         # The base is copied first and everything is written from it: what is published is what is kept.
-        for t, nbytes in enumerate(layout.nbytes.tolist()):
-            if nbytes:
-                view(int(held[t]), nbytes)[:] = view(int(where[t]), nbytes)
+        _copy(layout, where, held)
         draft = full_draft(self._writer, upload, Weights(layout, placement, self._side_files, held))
         manifest = self._writer.commit(draft, step=step, metadata=metadata)
         self._writer.new_lineage = False
@@ -336,6 +357,12 @@ class Publisher:
         source = Weights(layout, placement, self._side_files, where)
         groups: list[EncodedGroup] = []
         draft = _delta(self._writer, upload, source, held, codec=self._codec, form=self._form, keep=groups)
+        return self._commit(draft, groups, step, metadata)
+
+    def _commit(
+        self, draft: Draft, groups: list[EncodedGroup], step: int | None, metadata: Mapping[str, str] | None
+    ) -> Manifest:
+        """Commit a draft, then advance the base by its groups."""
         try:
             manifest = self._writer.commit(draft, step=step, metadata=metadata)
         except Unavailable:
@@ -359,21 +386,33 @@ class Publisher:
             self._advance(self._unsettled)
             self._unsettled = None
 
-    def _adopt(self, layout: Layout) -> None:
-        """Rebuild the base from the store: version for version what the head holds."""
-        head = self._writer.head
-        assert head is not None
-        reader = self._writer.reader
-        known = reader.layout(head.manifest.layout)
-        known.require_same(layout)
-        placement = reader.placement(head.manifest)
-        base, held = _arena(known, placement)
+    def _adopt(self, live: Live) -> Draft | None:
+        """Find a base in a store that has versions already.
+
+        If what the trainer holds is a version, bit for bit, it is the base, nothing is downloaded, and the draft that goes
+        on from that version is returned. Else the base is the head, rebuilt from the store.
+        """
         from deltackpt.tensors import restore_into
 
-        restore_into(reader, head.manifest.version, held)
-        self._base, self._addresses, self._layout, self._placement = base, held, known, placement
-        if not self._side_files:
-            self._side_files = head.manifest.side_files
+        head, reader = self._writer.head, self._writer.reader
+        assert head is not None
+        layout = reader.layout(head.manifest.layout)
+        layout.require_same(live.layout)
+        placement = reader.placement(head.manifest)
+        base, held = _arena(layout, placement)
+        table = backend.fingerprints(layout, live.addresses, threads=self._threads)
+        state = state_fingerprint(layout.weights, table)
+        version = reader.identify(layout.digest, state)
+        if version is None:
+            restore_into(reader, head.manifest.version, held)
+        else:
+            _copy(layout, live.addresses, held)
+        self._base, self._addresses, self._layout, self._placement = base, held, layout, placement
+        self._side_files = self._side_files or head.manifest.side_files
+        if version is None:
+            return None
+        kind: Literal["empty", "rewind"] = "empty" if version == head.manifest.version else "rewind"
+        return Draft(kind, layout, placement, self._side_files, state, version)
 
     def _start_anchor(self) -> None:
         if self._anchors and self._background is None and anchor_due(self._writer.reader):
@@ -430,3 +469,10 @@ def _arena(layout: Layout, placement: Placement) -> tuple[np.ndarray[tuple[int],
     held = np.zeros(len(layout.names), np.uint64)
     held[order] = (np.cumsum(sizes) - sizes).astype(np.uint64) + np.uint64(base.__array_interface__["data"][0])
     return base, held
+
+
+def _copy(layout: Layout, source: U64, target: U64) -> None:
+    """Copy every tensor from one place in memory to another."""
+    for t, nbytes in enumerate(layout.nbytes.tolist()):
+        if nbytes:
+            view(int(target[t]), nbytes)[:] = view(int(source[t]), nbytes)

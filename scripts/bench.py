@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deltackpt import bench
-from deltackpt.bench import Pair, Report
+from deltackpt.baselines import Pair
+from deltackpt.bench import Report
 
 F32: TypeAlias = npt.NDArray[np.float32]
 U64: TypeAlias = npt.NDArray[np.uint64]
