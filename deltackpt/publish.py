@@ -118,9 +118,9 @@ def publish_folder(
     """Publish a checkpoint folder as the next version of the store at `url`.
 
     base: a folder that holds the head; without it the folder published last, if it still holds the head, or a copy
-    rebuilt from the store under `scratch`. A fingerprint proves the base each time. mirror: a folder of the caller's that
-    is brought to the head, serves as the base and is brought to the new version: for trainers that overwrite their
-    checkpoint. anchor_ref: a full version leaves the weights where they are and names them by digest.
+    rebuilt from the store under `scratch`. A fingerprint proves the base each time. mirror: a folder of the caller's
+    that is brought to the head, serves as the base and is brought to the new version: for trainers that overwrite
+    their checkpoint. anchor_ref: a full version leaves the weights where they are and names them by digest.
     """
     if base is not None and mirror is not None:
         raise ConfigError("base and mirror are given; one folder can be the base")
@@ -389,8 +389,8 @@ class Publisher:
     def _adopt(self, live: Live) -> Draft | None:
         """Find a base in a store that has versions already.
 
-        If what the trainer holds is a version, bit for bit, it is the base, nothing is downloaded, and the draft that goes
-        on from that version is returned. Else the base is the head, rebuilt from the store.
+        If what the trainer holds is a version, bit for bit, it is the base, nothing is downloaded, and the draft that
+        goes on from that version is returned. Else the base is the head, rebuilt from the store.
         """
         from deltackpt.tensors import restore_into
 
