@@ -11,10 +11,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes
 
 from deltackpt.codec import Bytes
 from deltackpt.errors import AlreadyExists, ConfigError, IntegrityError, NotFound, StoreError, Unavailable
@@ -101,10 +100,7 @@ class LocalStore:
         except OSError as exc:
             raise store_error(exc, f"writing {key}") from exc
         try:
-            if if_absent:
-                os.link(temporary, path)
-            else:
-                os.rename(temporary, path)
+            self._name(temporary, path, os.link if if_absent else os.rename)
         except FileExistsError as exc:
             raise AlreadyExists(f"{key} exists already") from exc
         except OSError as exc:
@@ -116,6 +112,14 @@ class LocalStore:
             sync_folder(os.path.dirname(path))
         except OSError as exc:
             raise Unavailable(f"writing {key}: {exc.strerror}, after it got its name; put it again") from exc
+
+    def _name(self, temporary: str, path: str, give: Callable[[str, str], None]) -> None:
+        try:
+            give(temporary, path)
+        except FileNotFoundError:
+            # A delete has emptied the folder since, and removed it.
+            self._make_folder(os.path.dirname(path))
+            give(temporary, path)
 
     def _write(self, parts: Sequence[Bytes]) -> str:
         folder = os.path.join(self.root, _TEMPORARY)
@@ -258,11 +262,16 @@ def sync_folder(folder: str) -> None:
 def open_store(url: str | os.PathLike[str]) -> Store:
     """Return the store at a URL: a path, or `file://`. It need not exist yet."""
     text = os.fspath(url)
-    scheme = urlsplit(text).scheme if "://" in text else ""
-    if scheme == "file":
-        return LocalStore(Path(unquote(urlsplit(text).path)))
-    if scheme:
-        raise ConfigError(f"{text}: stores at {scheme}:// are not supported; expected a path or file://")
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme.isalnum():
+        if scheme.lower() != "file":
+            raise ConfigError(f"{text}: stores at {scheme}:// are not supported; expected a path or file://")
+        host, _, path = rest.partition("/")
+        if host not in ("", "localhost"):
+            raise ConfigError(f"{text} names a host, {host}; expected file:/// and an absolute path")
+        if "#" in path or "?" in path:
+            raise ConfigError(f"{text}: # and ? end the path of a URL; percent-encode them, or give a plain path")
+        return LocalStore(os.fsdecode(unquote_to_bytes("/" + path)))
     if not text:
         raise ConfigError("the store URL is empty; expected a path or file://")
     return LocalStore(text)
