@@ -11,14 +11,14 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from deltackpt.digest import U64
-from deltackpt.errors import ConfigError, FormatError, NotFound
+from deltackpt.errors import ConfigError, FormatError, NotFound, StoreError
 from deltackpt.layout import I64, Layout
 from deltackpt.manifest import Placement, ShardFile, require_file_name
 from deltackpt.shard import Header, header_bytes, header_length, parse_header
@@ -100,9 +100,11 @@ class Folder:
 
     def require_unchanged(self) -> None:
         """Raise ConfigError if a weight file was replaced or written since the folder was opened."""
-        for old, new in zip(self.stamp, stamp_of(self.path, [s[0] for s in self.stamp]), strict=True):
-            if old != new:
-                raise ConfigError(f"{self.path}/{old[0]} changed while it was read; let the trainer finish, run again")
+        for old in self.stamp:
+            with suppress(FileNotFoundError):
+                if stamp_of(self.path, [old[0]]) == (old,):
+                    continue
+            raise ConfigError(f"{self.path}/{old[0]} changed while it was read; let the trainer finish, run again")
 
 
 def stamp_of(path: str, names: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
@@ -140,6 +142,7 @@ def _open(path: str, weights: Sequence[str] | None, index: str | None, *, side_f
     headers, modes = {}, {}
     for name in names:
         what = os.path.join(path, name)
+        require_file_name(name, f"{path}: file", folders=False)  # readers refuse all others
         try:
             headers[name] = read_header(store, name, what)
         except NotFound as exc:
@@ -167,7 +170,7 @@ def _read_index(path: str, index: str) -> tuple[dict[str, str], str]:
         content = msgspec.json.decode(raw, type=_Index)
     except OSError as exc:
         raise store_error(exc, f"reading {what}") from exc
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise FormatError(f"{what}: not an index of a checkpoint: {exc}") from exc
     metadata = {k: v for k, v in (content.metadata or {}).items() if k != "total_size"}
     named_by = {file: name for name, file in content.weight_map.items()}
@@ -194,7 +197,7 @@ def _side_files(path: str, prefix: str) -> Iterator[tuple[str, int]]:
         name = prefix + entry.name
         if entry.name.startswith(".") or name.endswith((".index.json", *_WEIGHTS)):
             continue
-        if entry.is_dir():
+        if entry.is_dir(follow_symlinks=False):  # a link may lead anywhere, or in a circle
             yield from _side_files(path, name + "/")
         elif entry.is_file():
             require_file_name(name, f"{path}: side file")
@@ -214,22 +217,27 @@ def index_bytes(checkpoint: Checkpoint) -> bytes:
 def mapped(paths: Sequence[str], *, writable: bool = False) -> Iterator[list[int]]:
     """Map files and yield the address of each. writable: stores go to the files."""
     maps: list[mmap.mmap] = []
-    views: list[memoryview] = []
     try:
-        for path in paths:
-            with open(path, "r+b" if writable else "rb") as file:
-                access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-                maps.append(mmap.mmap(file.fileno(), 0, access=access))
+        maps.extend(_map(path, writable) for path in paths)
         yield [int(np.frombuffer(m, np.uint8).__array_interface__["data"][0]) for m in maps]
         if writable:
             for m in maps:
                 m.flush()
     except OSError as exc:
-        raise store_error(exc, f"mapping {paths[len(maps) - 1] if maps else paths}") from exc
+        raise store_error(exc, f"working on {os.path.commonpath(paths) if paths else 'no file'}") from exc
     finally:
-        del views
         for m in maps:
             m.close()
+
+
+def _map(path: str, writable: bool) -> mmap.mmap:
+    try:
+        with open(path, "r+b" if writable else "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+    except OSError as exc:
+        raise store_error(exc, f"mapping {path}") from exc
+    except ValueError as exc:
+        raise StoreError(f"mapping {path}: it is empty; it changed while it was read") from exc
 
 
 def addresses(checkpoint: Checkpoint, files: Sequence[int]) -> U64:
