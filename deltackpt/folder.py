@@ -127,6 +127,7 @@ class CheckpointTarget:
         self._made = False
         self.record: Record | None = None
         self._folder: Folder | None = None
+        self.settled = True
 
     # ------------------------------------------------------------ lock
 
@@ -175,8 +176,8 @@ class CheckpointTarget:
     def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
         """Lock the folder, finish what an interrupted apply left, and return the version that it is proven to hold.
 
-        None: it holds no weights. With reseed, weights of no version count as none. Raises Busy; ChainError
-        naming a tensor where the folder holds something else.
+        None: it holds no weights. With reseed, weights of no version count as none, and the first look is at every
+        byte. Raises Busy; ChainError naming a tensor where the folder holds something else.
         """
         self._acquire()
         if self.record is not None and self.record.stamp == self._stamp(self.record):
@@ -185,11 +186,11 @@ class CheckpointTarget:
         self._recover(reader)
         self.record, self._folder = read_record(self.current), None
         try:
-            return self._identify(reader)
+            return self._identify(reader, whole=reseed)
         except DeltaError:
             if not reseed:
                 raise
-            self.record, self._folder = None, None
+            self.record, self._folder, self.settled = None, None, True
             return None
 
     def _stamp(self, record: Record) -> tuple[tuple[str, int, int], ...] | None:
@@ -215,7 +216,7 @@ class CheckpointTarget:
         if self.mode != "switch" and os.path.islink(link):
             raise ConfigError(f"{self.path} was made by switch mode; use --mode switch")
 
-    def _identify(self, reader: Reader) -> int | None:
+    def _identify(self, reader: Reader, *, whole: bool) -> int | None:
         record = self.record
         if record is None and not _has_weights(self.current):
             return None
@@ -224,7 +225,7 @@ class CheckpointTarget:
         if record is None:
             self._folder = open_folder(self.current)
             return self._adopt(reader, self._folder)
-        if record.stamp != self._stamp(record):
+        if whole or record.stamp != self._stamp(record):
             self._folder = folder = open_folder(self.current)
             layout = folder.checkpoint.layout
             if layout.digest != record.layout:
@@ -249,7 +250,7 @@ class CheckpointTarget:
             raise ChainError(
                 f"{self.path} holds no version of this store: {difference(reader, layout, table)}; --reseed replaces it"
             )
-        self.record = make_record(reader, version, table, folder.stamp, placement="")
+        self.record, self.settled = make_record(reader, version, table, folder.stamp, placement=""), False
         return version
 
     # ------------------------------------------------------------ recovery
@@ -329,7 +330,7 @@ class CheckpointTarget:
 
     def commit(self, record: Record) -> None:
         """Take over a new record after an apply."""
-        self.record, self._folder, self._made = record, None, False
+        self.record, self._folder, self._made, self.settled = record, None, False, True
 
     def make_own(self, path: str) -> None:
         """Make this package's folder inside `path`."""

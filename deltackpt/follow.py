@@ -28,7 +28,9 @@ class Staging(Protocol):
 
 
 class Target(Protocol):
-    """What holds the weights of a follower."""
+    """What holds the weights of a follower. settled: all else that belongs to the version is there too."""
+
+    settled: bool
 
     def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
         """Return the version that the target is proven to hold; None: reseed."""
@@ -105,7 +107,7 @@ class Follower:
                 local = self.target.open(self.reader, reseed=reseed)
                 want = self.reader.head.manifest.version if version is None else version
                 self.reader.manifest(want)
-                if local != want:
+                if local != want or not self.target.settled:
                     return self._stage(want, local)
                 if time.monotonic() >= deadline:
                     return None

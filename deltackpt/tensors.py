@@ -108,6 +108,7 @@ class TensorTarget:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = dict(tensors)
+        self.settled = True
         self._version: int | None = None
         self._poisoned = False
         self._layout: Layout | None = None

@@ -6,9 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import make_cases
 import pytest
@@ -20,6 +20,9 @@ from deltackpt.cli import cli
 from deltackpt.errors import DeltaError
 from deltackpt.folder import read_record
 from deltackpt.manifest import Manifest, decode_manifest
+
+if TYPE_CHECKING:
+    import torch
 
 REPOSITORY = Path(deltackpt.__file__).parent.parent
 
@@ -166,3 +169,50 @@ def _failure(action: Callable[[], object] | Iterable[str | Path], kind: type[Del
     assert result.stderr == f"deltackpt: {answer['message']}\n"
     message: str = answer["message"]
     return message
+
+
+# ---------------------------------------------------------------- live tensors
+
+_TORCH = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2",
+}  # fmt: skip
+
+
+def tensor_of(dtype: str, shape: Sequence[int], raw: bytes) -> torch.Tensor:
+    """Return a live tensor of its own memory with these bytes; dtype and shape as in a safetensors header."""
+    import torch
+
+    if dtype == "F4":
+        shape = [*shape[:-1], shape[-1] // 2]
+    made = torch.empty(tuple(shape), dtype=getattr(torch, _TORCH[dtype]))
+    if raw:
+        flat = made.view(-1) if made.dim() == 0 else made
+        flat.view(torch.uint8).view(-1).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    return made
+
+
+def raw_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor in the order of its elements."""
+    from deltackpt.tensors import bits
+
+    return bits(tensor).contiguous().reshape(-1).numpy().tobytes()
+
+
+def live(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint folder as live ones."""
+    return {name: tensor_of(*held) for name, held in make_cases.read_ckpt(folder).items()}
+
+
+def live_exact(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Assert that live tensors are those of a checkpoint folder, byte for byte, dtype and shape included."""
+    expect = make_cases.read_ckpt(folder)
+    assert set(tensors) == set(expect)
+    for name, tensor in tensors.items():
+        dtype, shape, raw = expect[name]
+        like = tensor_of(dtype, shape, raw)
+        assert (name, tensor.dtype, tensor.shape) == (name, like.dtype, like.shape)
+        assert raw_of(tensor) == raw, name
