@@ -304,7 +304,7 @@ def dead_process() -> int:
 def test_litter_of_dead_writers_is_swept_and_of_living_ones_kept(tmp_path: Path) -> None:
     host, folder = socket.gethostname(), tmp_path / ".tmp"
     folder.mkdir()
-    dead, living = f"{host}-{dead_process()}-aa", f"{host}-{os.getppid()}-bb"
+    dead, living = f"{host}-{dead_process()}-aa", f"{host}-{os.getpid()}-bb"
     old, fresh, odd = "other-host.example-12-cc", "other-host.example-13-dd", "what"
     for name in (dead, living, old, fresh, odd):
         (folder / name).write_bytes(b"x")
