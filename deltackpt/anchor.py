@@ -8,7 +8,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import xxhash
@@ -25,7 +25,7 @@ from deltackpt.kernels import view
 from deltackpt.layout import Layout
 from deltackpt.manifest import LEVEL, Anchor, AnchorFile, Object, Placement, SideFile, anchor_key, data_prefix, encode
 from deltackpt.reader import Reader
-from deltackpt.store import LocalStore, Store, open_store
+from deltackpt.store import LocalStore, Store, open_store, store_error
 from deltackpt.writer import Draft, Upload, Writer
 
 ANCHOR_SHARE = 0.5
@@ -143,25 +143,46 @@ def full_draft(writer: Writer, upload: Upload, source: Weights, reference: Folde
     times["upload_ms"] = (time.perf_counter() - began) * 1e3
     return Draft(
         "full", source.layout, source.placement, source.side_files, int(anchor.state, 16),
-        changed=source.layout.total_elements, anchor=Object(key, sha256(raw)), times=times,
+        changed=source.layout.total_elements, changed_bytes=source.layout.total_bytes,
+        anchor=Object(key, sha256(raw)), times=times,
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def scratch_folder(store: Store, scratch: str | None) -> Iterator[str]:
+    """Yield the path of a checkpoint folder, yet to be made, that is removed at the end.
+
+    It lies in a local store itself, where there is room for a copy of the weights, or in `scratch`.
+    """
+    try:
+        if scratch is None and isinstance(store, LocalStore):
+            scratch = os.path.join(store.root, ".tmp")
+            os.makedirs(scratch, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="deltackpt-", dir=scratch)
+    except OSError as exc:
+        raise store_error(exc, f"making a temporary folder in {scratch or tempfile.gettempdir()}") from exc
+    with folder as root:
+        yield os.path.join(root, "checkpoint")
+
+
 def make_anchor(
-    url: str, version: int | None = None, *, scratch: str | None = None, threads: int | None = None
+    url: str,
+    version: int | None = None,
+    *,
+    scratch: str | None = None,
+    anchor_source: str | None = None,
+    threads: int | None = None,
 ) -> Anchor:
     """Make a full copy of a version (the newest by default) beside its delta, from the store alone.
 
     scratch: folder for a temporary copy of the checkpoint; by default in a local store itself, else the system's.
+    anchor_source: folder that holds the files of an anchor by reference, where there is no other to start from.
     Returns the anchor's record; if the version has one already, that one.
     """
     store = open_store(url)
-    if scratch is None and isinstance(store, LocalStore):
-        scratch = os.path.join(store.root, ".tmp")
-        os.makedirs(scratch, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="deltackpt-anchor-", dir=scratch) as root:
-        target = CheckpointTarget(os.path.join(root, "checkpoint"))
-        with Follower(url, target, threads=threads) as follower:
+    with scratch_folder(store, scratch) as path:
+        target = CheckpointTarget(path)
+        with Follower(url, target, anchor_source=anchor_source, threads=threads) as follower:
             prepared = follower.prepare(version)
             assert prepared is not None, "an empty folder holds no version"
             reader, manifest = follower.reader, follower.reader.manifest(prepared.version)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import click
 
-from deltackpt.errors import ChainError, ConfigError, DeltaError, StoreError
+from deltackpt.errors import ChainError, ConfigError, DeltaError
 
 if TYPE_CHECKING:
     from deltackpt.layout import Layout
@@ -333,6 +333,11 @@ def _text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> st
     "--metadata", multiple=True, callback=_metadata, metavar="KEY=VALUE",
     help="Text to keep in the manifest; may be given several times.",
 )  # fmt: skip
+@click.option(
+    "--mirror", type=_PATH, metavar="DIR",
+    help="Folder to keep at the newest version and to use as the base, for trainers that overwrite CKPT.",
+)  # fmt: skip
+@_anchor_source_option
 @_scratch_option
 @_threads_option
 @_json_option
@@ -352,6 +357,8 @@ def publish(
     codec: str,
     form: str,
     metadata: dict[str, str],
+    mirror: str | None,
+    anchor_source: str | None,
     scratch: str | None,
     threads: int | None,
 ) -> None:
@@ -365,18 +372,18 @@ def publish(
     """
     from deltackpt.publish import publish_folder
 
-    _require_apart(checkpoint, store)
     with _stage(f"publishing {checkpoint}"):
         manifest = publish_folder(
             checkpoint, store, base=base, step=step, run_id=run_id, resume=resume, new_lineage=new_lineage,
-            relayout=relayout, anchor_ref=anchor_ref, anchors=not no_anchors, codec=codec, form=form,
+            relayout=relayout, anchor_ref=anchor_ref, mirror=mirror,
+            anchor_source=anchor_source, anchors=not no_anchors, codec=codec, form=form,
             scratch=scratch, metadata=metadata, threads=threads,
         )  # fmt: skip
     by_reference = manifest.kind == "full" and anchor_ref
     stored = 0 if by_reference else _stored(manifest)
     fields = {
         "store": store, **_version_fields(manifest), "bytes_stored": stored,
-        "bytes_changed": _bytes_changed(store, manifest), **_milliseconds(manifest.times),
+        "bytes_changed": manifest.totals.changed_bytes, **_milliseconds(manifest.times),
     }  # fmt: skip
     facts: list[str] = [manifest.kind]
     if manifest.kind == "delta":
@@ -392,29 +399,6 @@ def publish(
     output.result(fields, f"{store}: version {manifest.version} ({', '.join(facts)})")
 
 
-def _require_apart(checkpoint: str, url: str) -> None:
-    """Raise ConfigError for a store inside the checkpoint: its files would be published as side files."""
-    from deltackpt.store import LocalStore, open_store
-
-    store = open_store(url)
-    if isinstance(store, LocalStore) and os.path.isdir(checkpoint):
-        outer, inner = os.path.realpath(checkpoint), os.path.realpath(store.root)
-        if os.path.commonpath((outer, inner)) == outer:
-            raise ConfigError(f"the store {url} lies inside the checkpoint {checkpoint}; name one outside of it")
-
-
-def _bytes_changed(url: str, manifest: Manifest) -> int | None:
-    """Return the bytes of the changed elements, None where elements of several widths make that unknown."""
-    from deltackpt.reader import Reader
-    from deltackpt.store import open_store
-
-    if manifest.kind == "full" or not manifest.totals.changed:
-        return manifest.totals.raw if manifest.kind == "full" else 0
-    layout = Reader(open_store(url)).layout(manifest.layout)
-    widths = {int(w) for w, n in zip(layout.width, layout.count, strict=True) if n}
-    return manifest.totals.changed * widths.pop() if len(widths) == 1 else None
-
-
 # ---------------------------------------------------------------- pull
 
 
@@ -427,8 +411,9 @@ def _bytes_changed(url: str, manifest: Manifest) -> int | None:
 )  # fmt: skip
 @click.option("--step", type=_STEP, metavar="N", help="Pull the newest version that has this training step.")
 @click.option(
-    "--mode", type=click.Choice(MODES), default="replace", show_default=True,
-    help="replace: new files beside the old ones, then renamed. switch: folders v<version> and a link `current`. "
+    "--mode", type=click.Choice(MODES),
+    help="[default: what DEST was made with, else replace] "
+    "replace: new files beside the old ones, then renamed. switch: folders v<version> and a link `current`. "
     "in-place: new values are written into the files.",
 )  # fmt: skip
 @click.option("--reseed", is_flag=True, help="Replace weights in DEST that belong to no version.")
@@ -446,7 +431,7 @@ def pull(
     dest: str,
     version: int | None,
     step: int | None,
-    mode: Mode,
+    mode: Mode | None,
     reseed: bool,
     lock: str | None,
     anchor_source: str | None,
@@ -466,12 +451,10 @@ def pull(
 
     if version is not None and step is not None:
         raise click.UsageError("--version and --step cannot be given together.")
-    _require_writable(dest)
+    target = CheckpointTarget(dest, mode=mode, lock=lock)
     with (
         _stage(f"pulling into {dest}") as say,
-        Follower(
-            store, CheckpointTarget(dest, mode=mode, lock=lock), anchor_source=anchor_source, threads=threads
-        ) as follower,
+        Follower(store, target, anchor_source=anchor_source, threads=threads) as follower,
     ):
         if step is not None:
             version = _version_of_step(follower.reader, step)
@@ -483,14 +466,14 @@ def pull(
     if prepared is None:
         assert reader.head is not None
         at = reader.head.manifest.version if version is None else version
-        fields = {"dest": dest, "version": at, "previous": at, "mode": mode, "anchor": None, "deltas": 0}
+        fields = {"dest": dest, "version": at, "previous": at, "mode": target.mode, "anchor": None, "deltas": 0}
         fields |= {"bytes_raw": reader.manifest(at).totals.raw, "bytes_fetched": 0, "bytes_reseeded": 0}
         output.result(fields, f"{dest}: at version {at} already")
         return
     plan, manifest = prepared.plan, reader.manifest(prepared.version)
     seeded = 0 if plan.anchor is None else reader.manifest(plan.anchor).totals.raw
     fields = {
-        "dest": dest, "version": prepared.version, "previous": prepared.previous, "mode": mode,
+        "dest": dest, "version": prepared.version, "previous": prepared.previous, "mode": target.mode,
         "anchor": plan.anchor, "deltas": len(plan.steps), "bytes_raw": manifest.totals.raw,
         "bytes_fetched": plan.nbytes, "bytes_reseeded": seeded, **_milliseconds(prepared.times),
     }  # fmt: skip
@@ -505,15 +488,6 @@ def pull(
         f"staged {prepared.times['stage_ms']:.0f} ms", f"applied {prepared.times['apply_ms']:.0f} ms",
     ]  # fmt: skip
     output.result(fields, f"{dest}: {way} ({', '.join(facts)})")
-
-
-def _require_writable(dest: str) -> None:
-    """Raise StoreError for a folder that cannot be changed, also where nothing would have to be."""
-    if os.path.exists(os.path.join(dest, "store.json")):
-        raise ConfigError(f"{dest} is a store; name another folder for the checkpoint")
-    for folder in (dest, os.path.join(dest, ".deltackpt")):
-        if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
-            raise StoreError(f"{folder} is read-only for this user; pull as its owner, or into another folder")
 
 
 def _version_of_step(reader: Reader, step: int) -> int:
@@ -778,11 +752,14 @@ def _finish(
     "--version", type=click.IntRange(min=0), metavar="N",
     help="Version to copy. [default: the newest]",
 )  # fmt: skip
+@_anchor_source_option
 @_scratch_option
 @_threads_option
 @_json_option
 @click.pass_obj
-def anchor(output: Output, store: str, version: int | None, scratch: str | None, threads: int | None) -> None:
+def anchor(
+    output: Output, store: str, version: int | None, anchor_source: str | None, scratch: str | None, threads: int | None
+) -> None:
     """Make a full copy of a version inside STORE.
 
     The copy is an ordinary checkpoint folder. New followers start from the nearest anchor. A version that has one
@@ -795,7 +772,7 @@ def anchor(output: Output, store: str, version: int | None, scratch: str | None,
     from deltackpt.anchor import make_anchor
 
     with _stage(f"making an anchor in {store}"):
-        made = make_anchor(store, version, scratch=scratch, threads=threads)
+        made = make_anchor(store, version, scratch=scratch, anchor_source=anchor_source, threads=threads)
     nbytes = sum(f.nbytes for f in made.files)
     fields = {
         "store": store, "version": made.version, "folder": made.folder, "source": made.source,

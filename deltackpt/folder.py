@@ -40,7 +40,16 @@ from deltackpt.checkpoint import (
     sync_file,
 )
 from deltackpt.digest import U64, sha256, state_fingerprint
-from deltackpt.errors import Busy, ChainError, ConfigError, DeltaError, IntegrityError, Poisoned
+from deltackpt.errors import (
+    Busy,
+    ChainError,
+    ConfigError,
+    DeltaError,
+    FormatError,
+    IntegrityError,
+    Poisoned,
+    StoreError,
+)
 from deltackpt.kernels import fingerprint, view
 from deltackpt.layout import Layout, Segments
 from deltackpt.manifest import LEVEL, Placement, Shard, decode
@@ -109,24 +118,32 @@ def _write_record(path: str, record: Record) -> None:
 class CheckpointTarget:
     """A checkpoint folder as the target of a follower.
 
-    mode: "replace", "switch" or "in-place". lock: a file on a local disk to lock instead of the folder, for
-    filesystems that cannot lock. Between `open` and `close` no other process may change the folder (Busy).
+    mode: "replace", "switch" or "in-place"; by default what the folder was made with, else replace.
+    lock: a file on a local disk to lock instead of the folder, for filesystems that cannot lock.
+    Between `open` and `close` no other process may change the folder (Busy).
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
-        mode: Literal["replace", "switch", "in-place"] = "replace",
+        mode: Literal["replace", "switch", "in-place"] | None = None,
         lock: str | None = None,
     ) -> None:
-        if mode not in ("replace", "switch", "in-place"):
+        if mode not in (None, "replace", "switch", "in-place"):
             raise ConfigError(f"mode {mode!r} is unknown; expected replace, switch or in-place")
-        self.path, self.mode, self._lock_path = os.path.abspath(path), mode, lock
+        if not os.fspath(path):
+            raise ConfigError("the path of the checkpoint folder is empty")
+        self.path, self._lock_path = os.path.abspath(path), lock
+        if os.path.exists(os.path.join(self.path, "store.json")):
+            raise ConfigError(f"{self.path} is a store; name another folder for the checkpoint")
+        switched = os.path.islink(os.path.join(self.path, "current"))
+        self.mode = mode or ("switch" if switched else "replace")
         self._lock: int | None = None
         self._made = False
         self.record: Record | None = None
         self._folder: Folder | None = None
+        self._begun = False
         self.settled = True
 
     # ------------------------------------------------------------ lock
@@ -138,12 +155,16 @@ class CheckpointTarget:
             if not os.path.isdir(self.path):
                 os.makedirs(self.path)
                 self._made = True
+            # Also where nothing would have to be written: "up to date" must not hide that the next pull will fail.
+            for folder in (self.path, self._own()):
+                if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
+                    raise StoreError(f"{folder} is read-only for this user; pull as its owner, or into another folder")
             if self._lock_path is None:
                 fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             else:
                 fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as exc:
-            raise store_error(exc, f"opening {self.path}") from exc
+            raise store_error(exc, f"locking {self._lock_path or self.path}") from exc
         try:
             # The kernel drops this lock when the holder dies, and only then.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,12 +201,12 @@ class CheckpointTarget:
         byte. Raises Busy; ChainError naming a tensor where the folder holds something else.
         """
         self._acquire()
-        if self.record is not None and self.record.stamp == self._stamp(self.record):
+        if self.record is not None and not self._begun and self.record.stamp == self._stamp(self.record):
             return self.record.version
         self._require_mode()
-        self._recover(reader)
-        self.record, self._folder = read_record(self.current), None
         try:
+            self._recover(reader)
+            self.record, self._folder, self._begun = read_record(self.current), None, False
             return self._identify(reader, whole=reseed)
         except DeltaError:
             if not reseed:
@@ -196,9 +217,12 @@ class CheckpointTarget:
     def _stamp(self, record: Record) -> tuple[tuple[str, int, int], ...] | None:
         """What the weight files look like now; None if one is missing."""
         try:
-            return stamp_of(self.current, [name for name, _, _ in record.stamp])
+            names = [name for name, _, _ in record.stamp]
+            if all(os.access(os.path.join(self.current, name), os.R_OK) for name in names):
+                return stamp_of(self.current, names)
         except OSError:
-            return None
+            pass  # one is gone
+        return None
 
     def held(self) -> Folder | None:
         """Return the folder that the record describes, None where there is none."""
@@ -293,7 +317,24 @@ class CheckpointTarget:
                 sync_folder(folder)
         except OSError as exc:
             raise store_error(exc, f"replacing files in {self.path}") from exc
-        _write_record(self.path, after)
+        _write_record(self.path, self._require_whole(after))
+
+    def _require_whole(self, after: Record) -> Record:
+        """Return the record of files that are all in their place. Raises Poisoned if one is not the one that was made.
+
+        A journal alone is no proof: somebody may have emptied the folder of the staged files.
+        """
+        if after.stamp == self._stamp(after):
+            return after
+        folder = open_folder(self.path)
+        layout = folder.checkpoint.layout
+        if layout.digest == after.layout and not compare_fingerprints(
+            layout, fingerprint_folder(folder), after.table()
+        ):
+            return msgspec.structs.replace(after, stamp=folder.stamp)
+        raise Poisoned(
+            f"{self.path}: an apply of version {after.version} was interrupted and its files are gone; --reseed"
+        )
 
     def _replay(self, reader: Reader, record: Record) -> None:
         """Write the new values of a pending in-place apply, again or for the first time, and check all."""
@@ -301,7 +342,13 @@ class CheckpointTarget:
         assert pending is not None
         assert pending.redo is not None
         assert after is not None
-        folder, layout = open_folder(self.path), reader.layout(record.layout)
+        layout = reader.layout(record.layout)
+        try:
+            folder = open_folder(self.path)
+        except (ConfigError, FormatError) as exc:
+            raise Poisoned(
+                f"{self.path}: an apply was interrupted and its files no longer open; --reseed: {exc}"
+            ) from exc
         if folder.checkpoint.layout.digest != record.layout:
             raise Poisoned(f"{self.path}: an apply was interrupted and its files no longer fit; --reseed")
         self._set_values(folder, _read_redo(os.path.join(self._own(), pending.redo), reader, record.layout))
@@ -314,6 +361,7 @@ class CheckpointTarget:
     def _set_values(self, folder: Folder, staged: Sequence[Staged]) -> None:
         files = range(len(folder.checkpoint.placement.files))
         with mapped([folder.file_path(n) for n in files], writable=True) as maps:
+            # Values, not flips: writing them twice does no harm.
             backend.apply(folder.checkpoint.layout, staged, addresses(folder.checkpoint, maps), mode=SET)
         for n in files:
             sync_file(folder.file_path(n))
@@ -328,9 +376,13 @@ class CheckpointTarget:
             return StagedValues(self, reader, plan, held)
         return StagedFolder(self, reader, plan)
 
+    def begin(self) -> None:
+        """Note that the folder is about to be changed: until `commit` only what is on disk says what it holds."""
+        self._begun, self._made = True, False
+
     def commit(self, record: Record) -> None:
         """Take over a new record after an apply."""
-        self.record, self._folder, self._made, self.settled = record, None, False, True
+        self.record, self._folder, self._begun, self.settled = record, None, False, True
 
     def make_own(self, path: str) -> None:
         """Make this package's folder inside `path`."""
@@ -543,6 +595,7 @@ class StagedFolder:
         folder = target.held()
         held = folder.checkpoint.placement if folder else None
         before = [f.name for f in held.files] + ([held.index] if held.index else []) if held else []
+        target.begin()
         after = {f.name for f in self.placement.files} | {self.placement.index}
         removes = tuple(n for n in before if n not in after)
         start = target.record or msgspec.structs.replace(self.record, version=0, manifest="", stamp=())
@@ -632,6 +685,7 @@ class StagedValues:
                     f"{held.file_path(number)} is a link, and writing in place would change it under its other name; "
                     "use --mode replace"
                 )
+        self._journal: str | None = None
         self.deltas = [reader.delta(step.version) for step in plan.steps]
         for delta in self.deltas:
             for _ in delta.staged(threads=reader.threads):
@@ -648,34 +702,45 @@ class StagedValues:
             raise ChainError(
                 f"{target.path}: {named(wrong)} differs from version {target.record.version}; --reseed replaces it"
             )
+        target.begin()
+        record = target.record
         for step, delta in zip(self.plan.steps, self.deltas, strict=True):
             table = table + signed(delta, step)
             manifest = self.reader.manifest(step.version)
             reached = manifest.base if step.undo else step.version
             assert reached is not None
-            self._write(held, delta, make_record(self.reader, reached, table, (), placement=manifest.placement))
-        last = make_record(
-            self.reader, self.version, table, open_folder(target.path).stamp, placement=target.record.placement
-        )
+            after = make_record(self.reader, reached, table, (), placement=manifest.placement)
+            self._write(held, delta, record, after)
+            record = after
+        # Pending until here: a version is recorded when the files were seen to hold it.
         wrong = compare_fingerprints(layout, fingerprint_folder(held, self.reader.threads), table)
         if wrong:
-            raise Poisoned(f"{target.path}: {named(wrong)} came out wrong in version {self.version}; --reseed")
+            raise Poisoned(
+                f"{target.path}: {named(wrong)} came out wrong in version {self.version}; pull again, or --reseed"
+            )
+        last = make_record(self.reader, self.version, table, open_folder(target.path).stamp, placement=record.placement)
         _write_record(target.path, last)
         target.commit(last)
+        self._remove_journal()
 
-    def _write(self, held: Folder, delta: Delta, after: Record) -> None:
-        """One delta: new values into the journal, then into the files."""
+    def _remove_journal(self) -> None:
+        """Remove the journal that no record names any more; one that cannot be removed now goes at the next `open`."""
+        with contextlib.suppress(OSError):
+            if self._journal is not None:
+                os.unlink(self._journal)
+        self._journal = None
+
+    def _write(self, held: Folder, delta: Delta, before: Record, after: Record) -> None:
+        """One delta: new values into the journal, then into the files, which are `after`, unseen, from then on."""
         target, layout = self.target, held.checkpoint.layout
-        assert target.record is not None
         staged = list(delta.staged(threads=self.reader.threads))
         files = [held.file_path(n) for n in range(len(held.checkpoint.placement.files))]
         with mapped(files) as maps:
             # READ turns flips into new values and leaves the files alone.
             change = backend.apply(layout, staged, addresses(held.checkpoint, maps), mode=READ)
-        expected = after.table() - target.record.table()
-        if wrong := compare_fingerprints(layout, change, expected):
+        if wrong := compare_fingerprints(layout, change, after.table() - before.table()):
             raise ChainError(
-                f"{target.path}: {named(wrong)} differs from version {target.record.version}; --reseed replaces it"
+                f"{target.path}: {named(wrong)} differs from version {before.version}; --reseed replaces it"
             )
         target.make_own(target.path)
         redo = f"redo-{secrets.token_hex(8)}"
@@ -691,23 +756,30 @@ class StagedValues:
         except OSError as exc:
             raise store_error(exc, f"writing {path}") from exc
         pending = Pending(after.version, redo=redo)
-        _write_record(target.path, msgspec.structs.replace(target.record, pending=pending, next_=after))
+        _write_record(target.path, msgspec.structs.replace(before, pending=pending, next_=after))
+        self._remove_journal()
+        self._journal = path
         target._set_values(held, staged)
-        target.record = msgspec.structs.replace(after, stamp=open_folder(target.path).stamp)
-        _write_record(target.path, target.record)
-        os.unlink(path)
 
     def discard(self) -> None:
         """Nothing to remove: staged deltas are only in memory."""
 
 
 def _read_redo(path: str, reader: Reader, layout_digest: str) -> list[Staged]:
+    """Read a journal of in-place mode. Raises Poisoned if it is gone or damaged: the values are nowhere else."""
     layout = reader.layout(layout_digest)
-    with open(path, "rb") as file:
-        head = file.readline()
-        data = memoryview(file.read())
-    shard = decode(head, Shard, path)
-    fetched = Fetched(shard, parse_index(shard, data, layout), data)
-    reader.check_frames(fetched)
-    groups = np.unique(fetched.index.frames["group"]).tolist()
-    return [backend.decode_group(layout, g, fetched.frames(g)) for g in groups]
+    try:
+        with open(path, "rb") as file:
+            head = file.readline()
+            data = memoryview(file.read())
+        shard = decode(head, Shard, path)
+        fetched = Fetched(shard, parse_index(shard, data, layout), data)
+        reader.check_frames(fetched)
+        groups = np.unique(fetched.index.frames["group"]).tolist()
+        return [backend.decode_group(layout, g, fetched.frames(g)) for g in groups]
+    except FileNotFoundError as exc:
+        raise Poisoned(f"{path} is gone, and an apply was interrupted; --reseed") from exc
+    except OSError as exc:
+        raise store_error(exc, f"reading {path}") from exc
+    except (FormatError, IntegrityError) as exc:
+        raise Poisoned(f"{path} is damaged, and an apply was interrupted; --reseed: {exc}") from exc

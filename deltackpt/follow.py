@@ -92,7 +92,8 @@ class Follower:
         """Fetch, verify and decode `version`, or the newest one; weights are not touched.
 
         wait_s: how long to wait for something new; None: not at all. reseed: weights of no version may be replaced.
-        Returns None when the target holds the version already. Raises ChainError when no chain leads to it.
+        Returns None when the target holds the version already. Raises ChainError when no chain leads to it; Unavailable
+        when the store ends before what the target holds: a target goes back only when it is asked to.
         """
         deadline = time.monotonic() + (wait_s or 0.0)
         while True:
@@ -107,6 +108,11 @@ class Follower:
                 local = self.target.open(self.reader, reseed=reseed)
                 want = self.reader.head.manifest.version if version is None else version
                 self.reader.manifest(want)
+                if version is None and local is not None and local > want:
+                    raise Unavailable(
+                        f"{self.reader.store.url} ends at version {want}, the target holds version {local}: the newest "
+                        "manifests cannot be seen; try again, or name a version to go back to"
+                    )
                 if local != want or not self.target.settled:
                     return self._stage(want, local)
                 if time.monotonic() >= deadline:

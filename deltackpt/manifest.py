@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import msgspec
 
 from deltackpt.digest import sha256
-from deltackpt.errors import FormatError, UnsupportedFormat
+from deltackpt.errors import ConfigError, FormatError, UnsupportedFormat
 
 LEVEL = 1
 """Format level that this package writes."""
@@ -71,12 +71,16 @@ class Object(msgspec.Struct, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """elements, changed: stored elements; raw, stored: bytes of the weights and of the shards."""
+    """elements, changed: stored elements; raw, stored: bytes of the weights and of the shards.
+
+    changed_bytes: of the changed elements.
+    """
 
     elements: Count
     changed: Count
     raw: Count
     stored: Count
+    changed_bytes: Count | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +105,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     base: Version | None = None
     epoch: Count = 0
     run_id: str = ""
-    step: int | None = None
+    step: Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)] | None = None
     created: float = 0.0
     needs: tuple[str, ...] = ()
     anchor: Object | None = None
@@ -184,8 +188,11 @@ def data_prefix(version: int, attempt: str) -> str:
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """Write a record as one line of JSON."""
-    return msgspec.json.encode(record) + b"\n"
+    """Write a record as one line of JSON. Raises ConfigError for text that is not Unicode."""
+    try:
+        return msgspec.json.encode(record) + b"\n"
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"a name or value is not valid Unicode ({exc.reason}); JSON cannot hold it") from exc
 
 
 def digest(data: bytes) -> str:

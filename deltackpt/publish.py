@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from deltackpt import backend
-from deltackpt.anchor import Weights, anchor_due, full_draft, make_anchor
+from deltackpt.anchor import Weights, anchor_due, full_draft, make_anchor, scratch_folder
 from deltackpt.chain import Entry
 from deltackpt.checkpoint import Folder, addresses, mapped, open_folder
 from deltackpt.digest import U64, fp_hex, state_fingerprint
@@ -27,7 +27,7 @@ from deltackpt.kernels import view
 from deltackpt.layout import Layout
 from deltackpt.manifest import Manifest, Placement, ShardFile
 from deltackpt.shard import EncodedGroup
-from deltackpt.store import LocalStore, open_store
+from deltackpt.store import LocalStore, Store, open_store
 from deltackpt.writer import Draft, Upload, Writer, attempt
 
 if TYPE_CHECKING:
@@ -39,6 +39,17 @@ _FILE_BYTES = 5 << 30
 """Weights per file of a checkpoint that has no serving checkpoint to follow."""
 
 
+@dataclass(frozen=True)
+class _Encoded:
+    """What was put. change: fingerprint difference of each tensor; changed: elements; changed_bytes: their bytes."""
+
+    change: U64
+    groups: frozenset[int]
+    changed: int
+    changed_bytes: int
+    times: dict[str, float]
+
+
 def _encode(
     writer: Writer,
     upload: Upload,
@@ -48,15 +59,17 @@ def _encode(
     codec: str,
     form: str,
     keep: list[EncodedGroup] | None,
-) -> tuple[U64, frozenset[int], int, dict[str, float]]:
-    """Encode and put all groups. Returns fingerprint differences, groups, changed elements and times."""
+) -> _Encoded:
+    """Encode and put all groups."""
     began = time.perf_counter()
-    change, numbers, changed = np.zeros(len(layout.names), np.uint64), set(), 0
+    change, numbers = np.zeros(len(layout.names), np.uint64), set()
+    changed = changed_bytes = 0
     waiting: list[EncodedGroup] = []
     for group in backend.encode(layout, old, new, codec=codec, form=form, threads=writer.reader.threads):
         change[group.tensor] += group.fingerprint
         numbers.add(group.group)
         changed += group.changed
+        changed_bytes += group.changed * layout.groups[group.group].width
         waiting.append(group)
         if keep is not None:
             keep.append(group)
@@ -67,7 +80,7 @@ def _encode(
         upload.put(waiting)
     total = time.perf_counter() - began
     times = {"encode_ms": (total - upload.seconds) * 1e3, "upload_ms": upload.seconds * 1e3}
-    return change, frozenset(numbers), changed, times
+    return _Encoded(change, frozenset(numbers), changed, changed_bytes, times)
 
 
 def _delta(
@@ -85,11 +98,12 @@ def _delta(
     head = writer.head
     assert head is not None
     layout = source.layout
-    change, groups, changed, spent = _encode(writer, upload, layout, old, source.addresses, codec, form, keep)
-    state = int(head.manifest.state, 16) + state_fingerprint(layout.weights, change)
+    done = _encode(writer, upload, layout, old, source.addresses, codec, form, keep)
+    state = int(head.manifest.state, 16) + state_fingerprint(layout.weights, done.change)
     return Draft(
-        "delta" if groups else "empty", layout, source.placement, source.side_files, state, head.manifest.version,
-        tuple(upload.shards), groups, changed, times=(times or {}) | spent,
+        "delta" if done.groups else "empty", layout, source.placement, source.side_files, state,
+        head.manifest.version, tuple(upload.shards), done.groups, done.changed, done.changed_bytes,
+        times=(times or {}) | done.times,
     )  # fmt: skip
 
 
@@ -108,6 +122,7 @@ def publish_folder(
     new_lineage: bool = False,
     relayout: bool = False,
     anchor_ref: bool = False,
+    anchor_source: str | None = None,
     anchors: bool = True,
     codec: str = "zstd",
     form: str = "sparse",
@@ -121,11 +136,13 @@ def publish_folder(
     rebuilt from the store under `scratch`. A fingerprint proves the base each time. mirror: a folder of the caller's
     that is brought to the head, serves as the base and is brought to the new version: for trainers that overwrite
     their checkpoint. anchor_ref: a full version leaves the weights where they are and names them by digest.
+    anchor_source: folder that holds the files of such a version, where the base must be rebuilt from it.
     """
     if base is not None and mirror is not None:
         raise ConfigError("base and mirror are given; one folder can be the base")
-    folder = open_folder(checkpoint)
-    writer = Writer(open_store(url), run_id=run_id, resume=resume, new_lineage=new_lineage, threads=threads)
+    folder, store = open_folder(checkpoint), open_store(url)
+    _require_apart(folder, store)
+    writer = Writer(store, run_id=run_id, resume=resume, new_lineage=new_lineage, threads=threads)
     writer.require_step(step)
     head = writer.head
     files = [folder.file_path(n) for n in range(len(folder.checkpoint.placement.files))]
@@ -147,37 +164,52 @@ def publish_folder(
             draft = full_draft(writer, upload, source, folder if anchor_ref else None)
         else:
             if mirror is not None:
-                _bring(mirror, url, head, threads)
-            draft = _folder_delta(writer, upload, source, base or mirror, scratch, codec=codec, form=form)
+                _bring(mirror, url, head, anchor_source, threads)
+            old_folder = _base(writer, base or mirror, scratch, anchor_source)
+            draft = _folder_delta(writer, upload, source, old_folder, codec=codec, form=form)
         folder.require_unchanged()
         manifest = writer.commit(draft, step=step, metadata=metadata)
     writer.remember_checkpoint(folder.path)
     writer.sweep(manifest.version)
     if anchors and not full and anchor_due(writer.reader):
-        make_anchor(url, manifest.version, scratch=scratch, threads=threads)
+        make_anchor(url, manifest.version, scratch=scratch, anchor_source=anchor_source, threads=threads)
     if mirror is not None:
-        _bring(mirror, url, writer.head, threads)
+        _bring(mirror, url, writer.head, anchor_source, threads)
     return manifest
 
 
-def _bring(path: str, url: str, entry: Entry | None, threads: int | None) -> None:
+def _require_apart(folder: Folder, store: Store) -> None:
+    """Raise ConfigError for a store inside the checkpoint: its files would be published as side files."""
+    if isinstance(store, LocalStore):
+        outer, inner = os.path.realpath(folder.path), os.path.realpath(store.root)
+        if os.path.commonpath((outer, inner)) == outer:
+            raise ConfigError(
+                f"the store {store.root} lies inside the checkpoint {folder.path}; name one outside of it"
+            )
+
+
+def _bring(path: str, url: str, entry: Entry | None, anchor_source: str | None, threads: int | None) -> None:
     """Bring a folder to a version; weights of no version are replaced."""
     assert entry is not None
-    with Follower(url, CheckpointTarget(path), threads=threads) as follower:
+    with Follower(url, CheckpointTarget(path), anchor_source=anchor_source, threads=threads) as follower:
         prepared = follower.prepare(entry.manifest.version, reseed=True)
         if prepared is not None:
             prepared.apply()
 
 
 def _folder_delta(
-    writer: Writer, upload: Upload, source: Weights, base: str | None, scratch: str | None, *, codec: str, form: str
+    writer: Writer,
+    upload: Upload,
+    source: Weights,
+    base: contextlib.AbstractContextManager[Folder],
+    *,
+    codec: str,
+    form: str,
 ) -> Draft:
-    head = writer.head
-    assert head is not None
     began = time.perf_counter()
     if writer.resume and (rewind := _rewind(writer, source)):
         return rewind
-    with _base(writer, base, scratch) as held:
+    with base as held:
         files = [held.file_path(n) for n in range(len(held.checkpoint.placement.files))]
         with mapped(files) as maps:
             times = {"base_ms": (time.perf_counter() - began) * 1e3}
@@ -201,7 +233,7 @@ def _rewind(writer: Writer, source: Weights) -> Draft | None:
 
 
 @contextlib.contextmanager
-def _base(writer: Writer, base: str | None, scratch: str | None) -> Iterator[Folder]:
+def _base(writer: Writer, base: str | None, scratch: str | None, anchor_source: str | None) -> Iterator[Folder]:
     """Yield a folder that is proven to hold the head."""
     head = writer.head
     assert head is not None
@@ -218,12 +250,8 @@ def _base(writer: Writer, base: str | None, scratch: str | None) -> Iterator[Fol
     if known := _known_base(writer, head):
         yield known
         return
-    if scratch is None and isinstance(writer.store, LocalStore):
-        scratch = os.path.join(writer.store.root, ".tmp")
-        os.makedirs(scratch, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="deltackpt-base-", dir=scratch) as root:
-        rebuilt = os.path.join(root, "checkpoint")
-        _bring(rebuilt, writer.store.url, head, writer.reader.threads)
+    with scratch_folder(writer.store, scratch) as rebuilt:
+        _bring(rebuilt, writer.store.url, head, anchor_source, writer.reader.threads)
         yield open_folder(rebuilt)
 
 

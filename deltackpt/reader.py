@@ -12,14 +12,7 @@ from deltackpt.backend import Staged, decode_group, in_order
 from deltackpt.chain import Entry, History, Plan, check_link, newest_with_state, plan
 from deltackpt.checkpoint import Checkpoint, read_header
 from deltackpt.digest import U64, fp_hex, sha256, state_fingerprint, xxh3_64
-from deltackpt.errors import (
-    ChainError,
-    ConfigError,
-    FormatError,
-    IntegrityError,
-    NotFound,
-    StoreError,
-)
+from deltackpt.errors import ChainError, ConfigError, FormatError, IntegrityError, NotFound, StoreError
 from deltackpt.layout import Layout
 from deltackpt.manifest import (
     MAX_MANIFEST,
@@ -247,7 +240,7 @@ class Reader:
         """
         manifest = self.manifest(version)
         layout = self.layout(manifest.layout)
-        fetched = tuple(self._fetch(s, layout, version) for s in manifest.shards)
+        fetched = tuple(self.fetch(s, layout, version) for s in manifest.shards)
         groups = [g for f in fetched for g in np.unique(f.index.frames["group"]).tolist()]
         present = np.flatnonzero(np.unpackbits(np.frombuffer(manifest.present, np.uint8), bitorder="little"))
         if sorted(groups) != present.tolist():
@@ -266,7 +259,7 @@ class Reader:
                 )
         return Delta(version, layout, fetched, total)
 
-    def _fetch(self, shard: Shard, layout: Layout, version: int) -> Fetched:
+    def fetch(self, shard: Shard, layout: Layout, version: int) -> Fetched:
         what = f"version {version}: shard {shard.key}"
         nbytes = self.store.size(shard.key)
         if nbytes != shard.nbytes:

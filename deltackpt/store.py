@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,7 @@ def store_error(exc: OSError, what: str) -> StoreError:
     if exc.errno == errno.EROFS:
         return StoreError(f"{what}: read-only ({reason})")
     if exc.errno in (errno.EACCES, errno.EPERM):
-        return StoreError(f"{what}: no permission ({reason}); it may be read-only for this user")
+        return StoreError(f"{what}: no permission for this user ({reason})")
     if exc.errno in _UNKNOWN:
         return Unavailable(f"{what}: {reason}; try again")
     return StoreError(f"{what}: {reason}")
@@ -74,6 +75,11 @@ def store_error(exc: OSError, what: str) -> StoreError:
 _TEMPORARY = ".tmp"
 _STALE_S = 86400.0
 """A temporary file of another host is litter after this time."""
+
+
+def temporary_prefix() -> str:
+    """Return how names of temporary files and folders begin: they say whose they are, so that others can sweep them."""
+    return f"{socket.gethostname()}-{os.getpid()}-"
 
 
 class LocalStore:
@@ -98,13 +104,13 @@ class LocalStore:
             self._make_folder(os.path.dirname(path))
             temporary = self._write(parts)
         except OSError as exc:
-            raise store_error(exc, f"writing {key}") from exc
+            raise store_error(exc, f"writing {key} in {self.root}") from exc
         try:
             self._name(temporary, path, os.link if if_absent else os.rename)
         except FileExistsError as exc:
             raise AlreadyExists(f"{key} exists already") from exc
         except OSError as exc:
-            raise store_error(exc, f"writing {key}") from exc
+            raise store_error(exc, f"writing {key} in {self.root}") from exc
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
@@ -127,8 +133,7 @@ class LocalStore:
         if not self._swept:
             self._sweep(folder)
             self._swept = True
-        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
-        temporary = os.path.join(folder, name)
+        temporary = os.path.join(folder, temporary_prefix() + secrets.token_hex(8))
         # The mode is left to the umask: readers may be other users.
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -144,16 +149,18 @@ class LocalStore:
         return temporary
 
     def _sweep(self, folder: str) -> None:
-        """Remove temporary files whose writer is gone."""
+        """Remove temporary files and folders whose writer is gone; what cannot be removed is left."""
         host = socket.gethostname()
         for entry in os.scandir(folder):
             owner, _, rest = entry.name.rpartition("-")[0].rpartition("-")
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 if owner == host and rest.isdigit():
                     stale = not os.path.exists(f"/proc/{rest}")
                 else:
-                    stale = time.time() - entry.stat().st_mtime > _STALE_S
-                if stale:
+                    stale = time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_S
+                if stale and entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                elif stale:
                     os.unlink(entry.path)
 
     def _make_folder(self, folder: str) -> None:
@@ -172,7 +179,7 @@ class LocalStore:
         try:
             read_exactly(fd, out, offset, key)
         except OSError as exc:
-            raise store_error(exc, f"reading {key}") from exc
+            raise store_error(exc, f"reading {key} in {self.root}") from exc
         finally:
             os.close(fd)
 
@@ -182,7 +189,7 @@ class LocalStore:
         except FileNotFoundError as exc:
             raise self._not_found(key) from exc
         except OSError as exc:
-            raise store_error(exc, f"reading {key}") from exc
+            raise store_error(exc, f"reading {key} in {self.root}") from exc
 
     def _not_found(self, key: str) -> StoreError:
         if not os.path.isdir(self.root):
@@ -196,7 +203,7 @@ class LocalStore:
         except FileNotFoundError as exc:
             raise self._not_found(key) from exc
         except OSError as exc:
-            raise store_error(exc, f"reading {key}") from exc
+            raise store_error(exc, f"reading {key} in {self.root}") from exc
 
     def keys(self, prefix: str, *, after: str = "") -> Iterator[str]:
         """See Store.keys."""
@@ -212,7 +219,7 @@ class LocalStore:
         except FileNotFoundError:
             return
         except OSError as exc:
-            raise store_error(exc, f"listing {folder}") from exc
+            raise store_error(exc, f"listing {folder} in {self.root}") from exc
         for name in found:
             key = f"{folder}/{name}"
             if name.endswith("/"):
@@ -228,7 +235,7 @@ class LocalStore:
         except FileNotFoundError:
             return
         except OSError as exc:
-            raise store_error(exc, f"deleting {key}") from exc
+            raise store_error(exc, f"deleting {key} in {self.root}") from exc
         # A folder is no object: an empty one is litter. It may have been filled again since.
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(path))

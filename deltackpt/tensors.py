@@ -326,12 +326,17 @@ class StagedTensors:
 
 
 def read_anchor(anchor: AnchorSource, where: U64, threads: int | None) -> None:
-    """Read every tensor of an anchor to its address."""
+    """Read every tensor of an anchor to its address; what lies together on both sides is read at once."""
     checkpoint: Checkpoint = anchor.checkpoint
-    for i, nbytes in enumerate(checkpoint.layout.nbytes.tolist()):
-        if nbytes:
-            out = memoryview(view(int(where[i]), nbytes)).cast("B")
-            read_chunks(anchor.store, anchor.keys[int(checkpoint.file[i])], out, int(checkpoint.offset[i]), threads)
+    for number, shard in enumerate(checkpoint.placement.files):
+        tensors = np.array(shard.tensors, np.int64)
+        tensors = tensors[checkpoint.layout.nbytes[tensors] > 0]
+        offset, nbytes, place = checkpoint.offset[tensors], checkpoint.layout.nbytes[tensors], where[tensors]
+        together = (place[1:] - place[:-1] == nbytes[:-1].astype(np.uint64)) & (offset[1:] - offset[:-1] == nbytes[:-1])
+        for run in np.split(np.arange(len(tensors)), np.flatnonzero(~together) + 1):
+            if len(run):
+                out = memoryview(view(int(place[run[0]]), int(nbytes[run].sum()))).cast("B")
+                read_chunks(anchor.store, anchor.keys[number], out, int(offset[run[0]]), threads)
 
 
 def restore_into(reader: Reader, version: int, where: U64) -> None:

@@ -301,7 +301,7 @@ class _StoreCheck:
 
         def fault(shard: Shard) -> DeltaError | None:
             try:
-                self.reader.check_frames(self.reader._fetch(shard, layout, manifest.version))
+                self.reader.check_frames(self.reader.fetch(shard, layout, manifest.version))
             except DeltaError as exc:
                 return exc
             return None

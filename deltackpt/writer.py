@@ -39,7 +39,7 @@ from deltackpt.manifest import (
 )
 from deltackpt.reader import Reader
 from deltackpt.shard import EncodedGroup, assemble
-from deltackpt.store import Store
+from deltackpt.store import Store, store_error
 
 _ATTEMPTS = 8
 """Puts of a manifest whose outcome is unknown, about ten seconds in all."""
@@ -80,6 +80,7 @@ class Draft:
     shards: tuple[Shard, ...] = ()
     groups: frozenset[int] = frozenset()
     changed: int = 0
+    changed_bytes: int = 0
     anchor: Object | None = None
     times: dict[str, float] = field(default_factory=dict)
 
@@ -117,6 +118,11 @@ class Writer:
     def head(self) -> Entry | None:
         """The newest version."""
         return self.reader.head
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a commit was begun whose outcome is unknown."""
+        return self._pending is not None
 
     def _make_store(self) -> None:
         try:
@@ -189,8 +195,12 @@ class Writer:
         """Store the side files of a folder."""
         found = []
         for name, mode in folder.side_files.items():
-            with open(os.path.join(folder.path, name), "rb") as file:
-                data = file.read()
+            path = os.path.join(folder.path, name)
+            try:
+                with open(path, "rb") as file:
+                    data = file.read()
+            except OSError as exc:
+                raise store_error(exc, f"reading {path}") from exc
             found.append(SideFile(name, self.put_object("files", data, ""), len(data), mode))
         return tuple(found)
 
@@ -239,6 +249,7 @@ class Writer:
                 draft.changed,
                 draft.layout.total_bytes,
                 sum(s.nbytes for s in draft.shards),
+                draft.changed_bytes,
             ),
             times={k: round(v, 3) for k, v in draft.times.items()},
             metadata=dict(metadata or {}),
@@ -247,8 +258,8 @@ class Writer:
         entry = Entry(decode_manifest(raw, version), digest(raw))
         if head is not None:
             check_link(head, entry)
-        self._pending = (entry, raw)
         self._remember((*(() if head is None else (head.digest,)), entry.digest))
+        self._pending = (entry, raw)
         self.settle()
         times = manifest.times | {"manifest_publish_ms": round((time.perf_counter() - began) * 1e3, 3)}
         return msgspec.structs.replace(manifest, times=times)
@@ -272,9 +283,11 @@ class Writer:
             except DeltaError:
                 self._pending = None
                 raise
-            self._pending = None
+            # Committed: whatever happens from here on, this version stands and its data stays.
             self.reader.history[version] = entry
-            self._remember((entry.digest,))
+            self._pending = None
+            with contextlib.suppress(DeltaError):
+                self._remember((entry.digest,))  # the record that was written before has this digest too
             return
 
     def _require_own(self, entry: Entry, raw: bytes) -> None:
@@ -302,11 +315,19 @@ class Writer:
         replace_file(path, msgspec.json.encode(self.host))
 
     def remember_checkpoint(self, path: str) -> None:
-        """Keep where the checkpoint of the head lies: the next publish can take it as its base."""
-        self._remember(self.host.digests, path)
+        """Keep where the checkpoint of the head lies: the next publish can take it as its base, or does without."""
+        with contextlib.suppress(DeltaError):
+            self._remember(self.host.digests, path)
 
     def sweep(self, version: int) -> None:
-        """Remove the attempts at a committed version that lost or died. Anchors and the winner are left alone."""
+        """Remove the attempts at a committed version that lost or died. Anchors and the winner are left alone.
+
+        What cannot be removed now is left: the version is committed, and litter is in nobody's way.
+        """
+        with contextlib.suppress(StoreError):
+            self._sweep(version)
+
+    def _sweep(self, version: int) -> None:
         manifest = self.reader.manifest(version)
         named = [s.key for s in manifest.shards] + ([manifest.anchor.key] if manifest.anchor else [])
         keep = {key.rpartition("/")[0] for key in named}
@@ -351,6 +372,6 @@ def attempt(writer: Writer, kind: str = "") -> Iterator[Upload]:
     try:
         yield upload
     except BaseException:
-        if writer._pending is None:
+        if not writer.unsettled and version not in writer.reader.history:
             upload.take_back()
         raise
