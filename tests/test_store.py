@@ -143,7 +143,9 @@ class TestContract:
         for if_absent, key in ((True, "a/new"), (False, "a/old")):
             with monkeypatch.context() as patch:
                 patch.setattr(module.os, "write", write)
-                with pytest.raises(StoreError, match=f"writing {key}: no space .*; free some and run again") as caught:
+                with pytest.raises(
+                    StoreError, match=f"writing {key}.*: no space .*; free some and run again"
+                ) as caught:
                     store.put(key, [b"0123456789abcdef"], if_absent=if_absent)
             assert caught.type is StoreError
         assert files(root) == ["a/old"]
@@ -381,7 +383,7 @@ def test_folder_emptied_by_a_delete_between_its_making_and_the_link_is_made_agai
         (errno.EDQUOT, StoreError, "no space"),
         (errno.EFBIG, StoreError, "no space"),
         (errno.EROFS, StoreError, "read-only"),
-        (errno.EACCES, StoreError, "no permission .*; it may be read-only for this user"),
+        (errno.EACCES, StoreError, "writing x: no permission"),
         (errno.EPERM, StoreError, "no permission"),
         (errno.ENOTDIR, StoreError, "writing x: Not a directory"),
         (errno.ENAMETOOLONG, StoreError, "writing x: File name too long"),
