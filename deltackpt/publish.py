@@ -6,11 +6,13 @@ The base advances only after the commit, and by the very delta that was publishe
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,7 +22,7 @@ from deltackpt.anchor import Weights, anchor_due, full_draft, make_anchor, scrat
 from deltackpt.chain import Entry
 from deltackpt.checkpoint import Folder, addresses, mapped, open_folder
 from deltackpt.digest import U64, fp_hex, state_fingerprint
-from deltackpt.errors import ConfigError, DeltaError, Unavailable
+from deltackpt.errors import ConfigError, DeltaError
 from deltackpt.folder import CheckpointTarget, difference, fingerprint_folder
 from deltackpt.follow import Follower
 from deltackpt.kernels import view
@@ -32,6 +34,8 @@ from deltackpt.writer import Draft, Upload, Writer, attempt
 
 if TYPE_CHECKING:
     from deltackpt.tensors import Live, Params
+
+_log = logging.getLogger(__name__)
 
 SHARD_BYTES = 32 << 20
 """A shard is closed when it holds this many bytes."""
@@ -171,8 +175,8 @@ def publish_folder(
         manifest = writer.commit(draft, step=step, metadata=metadata)
     writer.remember_checkpoint(folder.path)
     writer.sweep(manifest.version)
-    if anchors and not full and anchor_due(writer.reader):
-        make_anchor(url, manifest.version, scratch=scratch, anchor_source=anchor_source, threads=threads)
+    if anchors and not full:
+        _add_anchor(writer, url, scratch, anchor_source)
     if mirror is not None:
         _bring(mirror, url, writer.head, anchor_source, threads)
     return manifest
@@ -186,6 +190,17 @@ def _require_apart(folder: Folder, store: Store) -> None:
             raise ConfigError(
                 f"the store {store.root} lies inside the checkpoint {folder.path}; name one outside of it"
             )
+
+
+def _add_anchor(writer: Writer, url: str, scratch: str | None, anchor_source: str | None) -> None:
+    """Make an anchor of the version that was just committed if one is due; what fails here does not undo the commit."""
+    assert writer.head is not None
+    version = writer.head.manifest.version
+    try:
+        if anchor_due(writer.reader):
+            make_anchor(url, version, scratch=scratch, anchor_source=anchor_source, threads=writer.reader.threads)
+    except DeltaError as exc:
+        _log.warning("version %d is committed, but an anchor that is due was not made: %s", version, exc)
 
 
 def _bring(path: str, url: str, entry: Entry | None, anchor_source: str | None, threads: int | None) -> None:
@@ -323,11 +338,8 @@ class Publisher:
         self._writer = Writer(open_store(url), run_id=run_id, resume=resume, new_lineage=new_lineage, threads=threads)
         self._threads = threads
         self._side_files = self._writer.side_files(self._serving) if self._serving else ()
-        self._base: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
-        self._addresses: U64 | None = None
-        self._layout: Layout | None = None
-        self._placement: Placement | None = None
-        self._unsettled: list[EncodedGroup] | None = None
+        self._base: _Base | None = None
+        self._open: _Open | None = None
         self._background: _Background | None = None
         if self._writer.head is not None and not new_lineage:
             self._writer.claim()
@@ -349,14 +361,15 @@ class Publisher:
         writer.require_step(step)
         if self._serving is not None:
             self._serving.checkpoint.layout.require_same(live.layout)
-        if self._layout is None and writer.head is not None and not writer.new_lineage:
-            draft = self._adopt(live)
+        if self._base is None and writer.head is not None and not writer.new_lineage:
+            draft, base = self._adopt(live)
             if draft is not None:
-                return self._commit(draft, [], step, metadata)
-        if self._layout is not None:
-            self._layout.require_same(live.layout)
+                return self._commit(draft, partial(self._take, base), step, metadata)
+            self._take(base)
+        if self._base is not None:
+            self._base.layout.require_same(live.layout)
         with attempt(writer) as upload:
-            if self._layout is None:
+            if self._base is None:
                 manifest = self._first(upload, live.layout, live.addresses, step, metadata)
             else:
                 manifest = self._next(upload, live.addresses, step, metadata)
@@ -368,57 +381,61 @@ class Publisher:
         self, upload: Upload, layout: Layout, where: U64, step: int | None, metadata: Mapping[str, str] | None
     ) -> Manifest:
         placement = self._serving.checkpoint.placement if self._serving else default_placement(layout)
-        base, held = _arena(layout, placement)
+        base = _Base.of(layout, placement)
         # The base is copied first and everything is written from it: what is published is what is kept.
-        _copy(layout, where, held)
-        draft = full_draft(self._writer, upload, Weights(layout, placement, self._side_files, held))
-        manifest = self._writer.commit(draft, step=step, metadata=metadata)
-        self._writer.new_lineage = False
-        self._base, self._addresses, self._layout, self._placement = base, held, layout, placement
-        return manifest
+        _copy(layout, where, base.addresses)
+        draft = full_draft(self._writer, upload, Weights(layout, placement, self._side_files, base.addresses))
+        return self._commit(draft, partial(self._take, base), step, metadata)
 
     def _next(self, upload: Upload, where: U64, step: int | None, metadata: Mapping[str, str] | None) -> Manifest:
-        layout, placement, held = self._layout, self._placement, self._addresses
-        assert layout is not None
-        assert placement is not None
-        assert held is not None
-        source = Weights(layout, placement, self._side_files, where)
+        base = self._base
+        assert base is not None
+        source = Weights(base.layout, base.placement, self._side_files, where)
         groups: list[EncodedGroup] = []
-        draft = _delta(self._writer, upload, source, held, codec=self._codec, form=self._form, keep=groups)
-        return self._commit(draft, groups, step, metadata)
+        draft = _delta(self._writer, upload, source, base.addresses, codec=self._codec, form=self._form, keep=groups)
+        return self._commit(draft, partial(self._advance, groups), step, metadata)
 
     def _commit(
-        self, draft: Draft, groups: list[EncodedGroup], step: int | None, metadata: Mapping[str, str] | None
+        self, draft: Draft, advance: Callable[[], None], step: int | None, metadata: Mapping[str, str] | None
     ) -> Manifest:
-        """Commit a draft, then advance the base by its groups."""
-        try:
-            manifest = self._writer.commit(draft, step=step, metadata=metadata)
-        except Unavailable:
-            self._unsettled = groups
-            raise
-        self._advance(groups)
-        self._writer.resume = False
+        """Commit a draft, then bring the base to it. An open commit is closed by the next publish."""
+        writer = self._writer
+        self._open = _Open(writer.head.manifest.version + 1 if writer.head else 0, advance)
+        manifest = writer.commit(draft, step=step, metadata=metadata)
+        self._settle()
         return manifest
+
+    def _settle(self) -> None:
+        """Find out what became of an open commit, and advance the base if it was made, and only then."""
+        if self._open is None:
+            return
+        try:
+            self._writer.settle()
+        finally:
+            # Without an answer it stays open; a commit that was lost or never begun is over.
+            begun, self._open = self._open, self._open if self._writer.unsettled else None
+        if begun.version in self._writer.reader.history:
+            begun.advance()
+            self._writer.resume = self._writer.new_lineage = False
 
     def _advance(self, groups: list[EncodedGroup]) -> None:
         """Bring the base to what was committed, by the delta itself."""
-        assert self._layout is not None
-        assert self._addresses is not None
-        staged = (backend.decode_group(self._layout, g.group, g.frames, threads=self._threads) for g in groups)
-        backend.apply(self._layout, staged, self._addresses, threads=self._threads)
+        base, self._base = self._base, None
+        assert base is not None
+        staged = (backend.decode_group(base.layout, g.group, g.frames, threads=self._threads) for g in groups)
+        backend.apply(base.layout, staged, base.addresses, threads=self._threads)
+        # Interrupted, it is no version's: then there is none, and the next publish finds one in the store.
+        self._base = base
 
-    def _settle(self) -> None:
-        """Find out what became of a commit without an answer, and advance if it was made."""
-        if self._unsettled is not None:
-            self._writer.settle()
-            self._advance(self._unsettled)
-            self._unsettled = None
+    def _take(self, base: _Base) -> None:
+        self._base = base
 
-    def _adopt(self, live: Live) -> Draft | None:
+    def _adopt(self, live: Live) -> tuple[Draft | None, _Base]:
         """Find a base in a store that has versions already.
 
-        If what the trainer holds is a version, bit for bit, it is the base, nothing is downloaded, and the draft that
-        goes on from that version is returned. Else the base is the head, rebuilt from the store.
+        If what the trainer holds is a version, bit for bit, it is the base once the draft that goes on from that
+        version is committed, and nothing is downloaded. Else there is no draft, and the base is the head, rebuilt
+        from the store.
         """
         from deltackpt.tensors import restore_into
 
@@ -427,20 +444,19 @@ class Publisher:
         layout = reader.layout(head.manifest.layout)
         layout.require_same(live.layout)
         placement = reader.placement(head.manifest)
-        base, held = _arena(layout, placement)
+        base = _Base.of(layout, placement)
         table = backend.fingerprints(layout, live.addresses, threads=self._threads)
         state = state_fingerprint(layout.weights, table)
         version = reader.identify(layout.digest, state)
         if version is None:
-            restore_into(reader, head.manifest.version, held)
+            restore_into(reader, head.manifest.version, base.addresses)
         else:
-            _copy(layout, live.addresses, held)
-        self._base, self._addresses, self._layout, self._placement = base, held, layout, placement
+            _copy(layout, live.addresses, base.addresses)
         self._side_files = self._side_files or head.manifest.side_files
         if version is None:
-            return None
+            return None, base
         kind: Literal["empty", "rewind"] = "empty" if version == head.manifest.version else "rewind"
-        return Draft(kind, layout, placement, self._side_files, state, version)
+        return Draft(kind, layout, placement, self._side_files, state, version), base
 
     def _start_anchor(self) -> None:
         if self._anchors and self._background is None and anchor_due(self._writer.reader):
@@ -489,14 +505,32 @@ class _Background:
             raise self._error
 
 
-def _arena(layout: Layout, placement: Placement) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], U64]:
-    """Return memory for all tensors, file after file as a folder holds them, and their addresses in it."""
-    base = np.empty(max(1, layout.total_bytes), np.uint8)
-    order = np.array([t for f in placement.files for t in f.tensors], np.int64)
-    sizes = layout.nbytes[order] if len(order) else layout.nbytes
-    held = np.zeros(len(layout.names), np.uint64)
-    held[order] = (np.cumsum(sizes) - sizes).astype(np.uint64) + np.uint64(base.__array_interface__["data"][0])
-    return base, held
+@dataclass(frozen=True)
+class _Base:
+    """A copy in memory of all tensors of the head, file after file as a folder holds them."""
+
+    layout: Layout
+    placement: Placement
+    addresses: U64
+    memory: np.ndarray[tuple[int], np.dtype[np.uint8]] = field(repr=False)
+
+    @classmethod
+    def of(cls, layout: Layout, placement: Placement) -> _Base:
+        """Return room for all tensors; its bytes are garbage."""
+        memory = np.empty(max(1, layout.total_bytes), np.uint8)
+        order = np.array([t for f in placement.files for t in f.tensors], np.int64)
+        sizes = layout.nbytes[order] if len(order) else layout.nbytes
+        held = np.zeros(len(layout.names), np.uint64)
+        held[order] = (np.cumsum(sizes) - sizes).astype(np.uint64) + np.uint64(memory.__array_interface__["data"][0])
+        return cls(layout, placement, held, memory)
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A commit whose outcome is not known yet, and how the base is brought to it."""
+
+    version: int
+    advance: Callable[[], None]
 
 
 def _copy(layout: Layout, source: U64, target: U64) -> None:

@@ -23,7 +23,7 @@ from processes import Server, Stopped, torn_apply
 
 from deltackpt import backend
 from deltackpt.anchor import make_anchor
-from deltackpt.errors import ChainError, ConfigError, DeltaError, IntegrityError, Poisoned
+from deltackpt.errors import ChainError, ConfigError, DeltaError, IntegrityError
 from deltackpt.folder import CheckpointTarget, read_record
 from deltackpt.follow import Follower
 from deltackpt.publish import publish_folder
@@ -145,7 +145,7 @@ def test_p14_an_apply_killed_at_any_rename_is_rolled_forward(
         exact(local, expect, 3)
         if child.exit_code == 0:
             break
-    # Of replace mode: the record, two files, their index, the record. Of in-place: two records. Of switch: a record and the link.
+    # replace: the record, two files, their index, the record; in-place: two records; switch: a record and the link.
     assert killed == {"replace": 5, "in-place": 2, "switch": 2}[mode]
 
 
