@@ -60,6 +60,8 @@ from deltackpt.store import LocalStore, Store, store_error, sync_folder
 OWN = ".deltackpt"
 """Folder of this package inside a target."""
 _STATE = "state.json"
+_KEPT = (_STATE, "apply.log", "hook.json")
+"""What stays in it from one process to the next; everything else is left over from an interrupted one."""
 _KEEP = 2
 """Versions that switch mode keeps: readers of the one before `current` may still be at work."""
 _COPY = 64 << 20
@@ -289,7 +291,7 @@ class CheckpointTarget:
                 self._finish_moves(record)
         try:
             for entry in os.scandir(self._own()):
-                if entry.name != _STATE:
+                if entry.name not in _KEPT:
                     shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)
         except FileNotFoundError:
             return
