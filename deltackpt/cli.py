@@ -414,7 +414,7 @@ def publish(
     "--mode", type=click.Choice(MODES),
     help="[default: what DEST was made with, else replace] "
     "replace: new files beside the old ones, then renamed. switch: folders v<version> and a link `current`. "
-    "in-place: new values are written into the files.",
+    "in-place: new values are written into the files; a reader that has them mapped can see a mix meanwhile.",
 )  # fmt: skip
 @click.option("--reseed", is_flag=True, help="Replace weights in DEST that belong to no version.")
 @click.option(
