@@ -5,6 +5,7 @@ Storage, strides and addresses stay. No cast, no broadcast, ever. The only modul
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -51,8 +52,8 @@ def collect(params: Params) -> Live:
     """Return the layout and the memory of named tensors. Strided ones are copied. Raises ConfigError by name."""
     found: dict[str, tuple[str, tuple[int, ...], int, object]] = {}
     for name, tensor in params.items() if isinstance(params, Mapping) else params:
-        if not name or name == "__metadata__":
-            raise ConfigError(f"tensor name {name!r} is reserved by safetensors; rename the tensor")
+        if not isinstance(name, str) or not name or name == "__metadata__":
+            raise ConfigError(f"tensor name {name!r} is reserved by safetensors, or no text; rename the tensor")
         if name in found:
             raise ConfigError(f"tensor {name} is given twice (duplicate)")
         if isinstance(tensor, np.ndarray):
@@ -79,11 +80,21 @@ def _numpy(
 
 def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """Return a tensor's safetensors dtype and header shape. Raises ConfigError for what cannot be stored."""
+    torch = sys.modules.get("torch")  # whoever passes a tensor has imported it
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"tensor {name} is a {type(tensor).__name__}; expected a torch tensor or a numpy array")
     dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
         raise ConfigError(f"tensor {name}: {tensor.dtype} has no safetensors dtype; convert it before publishing")
     if tensor.device.type != "cpu":
         raise ConfigError(f"tensor {name} is on {tensor.device}; this version works on CPU tensors only")
+    if tensor.layout != torch.strided or (tensor.numel() and tensor.data_ptr() == 0):
+        raise ConfigError(
+            f"tensor {name}, a {type(tensor).__name__} ({tensor.layout}), has no plain memory on this host: "
+            "it is sparse, or sharded over ranks; pass a dense local tensor"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ConfigError(f"tensor {name} is a conjugate or negated view of other bits; resolve it first")
     shape = tuple(tensor.shape)
     if dtype == "F4":
         # Torch counts packed pairs, a safetensors header counts elements.
@@ -258,19 +269,22 @@ class StagedTensors:
             raise ConfigError(f"version {plan.version} has another layout than these tensors; make a new target")
         self.layout = layout
         self.anchor: AnchorSource | None = None if plan.anchor is None else reader.anchor(plan.anchor)
+        if self.anchor is not None:
+            self._require_twins(self.anchor.anchor.version, self.anchor.fingerprints)
         self.deltas: list[tuple[Delta, list[Staged]]] = []
         for step in plan.steps:
             delta = reader.delta(step.version)
             self.deltas.append((delta, list(delta.staged(threads=reader.threads))))
-            self._require_twins(delta)
+            self._require_twins(step.version, delta.fingerprints)
 
-    def _require_twins(self, delta: Delta) -> None:
+    def _require_twins(self, version: int, table: U64) -> None:
+        """Raise ConfigError unless names of one storage have equal fingerprints in what is about to be written."""
         for twin, owner in self.target._twins.items():
             if twin in self.layout.position:
-                pair = [delta.fingerprints[self.layout.position[n]] for n in (twin, owner)]
-                if pair[0] != pair[1]:
+                mine, theirs = (int(table[self.layout.position[n]]) for n in (twin, owner))
+                if mine != theirs:
                     raise ConfigError(
-                        f"version {delta.version} changes {owner} and {twin} differently, "
+                        f"version {version} has other values for {owner} than for {twin}, "
                         "but here they share one storage; untie them"
                     )
 
