@@ -18,12 +18,23 @@ from deltackpt.chain import since_anchor
 from deltackpt.checkpoint import Checkpoint, Folder, addresses, index_bytes, mapped, open_folder, placed
 from deltackpt.codec import Bytes
 from deltackpt.digest import U64, fp_hex, sha256, state_fingerprint
-from deltackpt.errors import AlreadyExists, DeltaError
+from deltackpt.errors import AlreadyExists, ConfigError, DeltaError
 from deltackpt.folder import CheckpointTarget, read_record
 from deltackpt.follow import Follower
 from deltackpt.kernels import view
 from deltackpt.layout import Layout
-from deltackpt.manifest import LEVEL, Anchor, AnchorFile, Object, Placement, SideFile, anchor_key, data_prefix, encode
+from deltackpt.manifest import (
+    LEVEL,
+    Anchor,
+    AnchorFile,
+    Object,
+    Placement,
+    SideFile,
+    anchor_key,
+    data_prefix,
+    encode,
+    pruned_anchor_key,
+)
 from deltackpt.reader import Reader
 from deltackpt.store import LocalStore, Store, open_store, store_error
 from deltackpt.writer import Draft, Upload, Writer
@@ -189,6 +200,12 @@ def make_anchor(
             if prepared.version in reader.anchors():
                 prepared.discard()
                 return reader.anchor(prepared.version).anchor
+            if pruned_anchor_key(prepared.version) in set(store.keys("pruned/")):
+                prepared.discard()
+                raise ConfigError(
+                    f"the anchor of version {prepared.version} was pruned and cannot be made again; "
+                    "name another version, or none for the newest"
+                )
             prepared.apply()
             record = read_record(target.path)
             assert record is not None

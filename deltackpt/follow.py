@@ -124,18 +124,20 @@ class Follower:
         missing: frozenset[int] = frozenset()
         began = time.perf_counter()
         lost: NotFound | None = None
+        tried: Plan | None = None
         while True:
             try:
                 plan = self.reader.plan(want, local=local, missing=missing)
             except ChainError as exc:
                 raise exc from lost
+            if lost is not None and plan == tried:
+                raise lost
+            tried = plan
             try:
                 staging = self.target.stage(self.reader, plan)
             except NotFound as exc:
-                gone = self._gone(plan)
-                if gone <= missing:
-                    raise
-                missing, lost = missing | gone, exc
+                # The next plan also leaves out an anchor that was pruned since.
+                missing, lost = missing | self._gone(plan), exc
                 continue
             times = {"stage_ms": (time.perf_counter() - began) * 1e3}
             return Prepared(want, local, plan, staging, times)

@@ -167,6 +167,14 @@ class Anchor(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
 
 
+class Pruned(msgspec.Struct, frozen=True):
+    """Says that data of a version is gone, or will be. declared: Unix seconds of the store's clock."""
+
+    format: int
+    version: Version
+    declared: float
+
+
 def manifest_key(version: int) -> str:
     """Key of a version's manifest."""
     return f"manifests/{version:020d}.json"
@@ -180,6 +188,11 @@ def anchor_key(version: int) -> str:
 def pruned_key(version: int) -> str:
     """Key of the record that says that a version's data is gone."""
     return f"pruned/{version:020d}.json"
+
+
+def pruned_anchor_key(version: int) -> str:
+    """Key of the record that says that the files of an anchor made beside a version's delta are gone."""
+    return f"pruned/{version:020d}-anchor.json"
 
 
 def data_prefix(version: int, attempt: str) -> str:

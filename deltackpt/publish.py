@@ -244,6 +244,9 @@ def _rewind(writer: Writer, source: Weights) -> Draft | None:
     if version is None:
         return None
     kind: Literal["empty", "rewind"] = "empty" if version == head.manifest.version else "rewind"
+    if kind == "rewind" and not writer.reader.reachable(version):
+        # Pruned: no follower could get there. A delta from the head can be followed.
+        return None
     return Draft(kind, source.layout, source.placement, source.side_files, state, version)
 
 
@@ -448,6 +451,9 @@ class Publisher:
         table = backend.fingerprints(layout, live.addresses, threads=self._threads)
         state = state_fingerprint(layout.weights, table)
         version = reader.identify(layout.digest, state)
+        if version is not None and version != head.manifest.version and not reader.reachable(version):
+            # Pruned: no follower could get there. A delta from the head can be followed.
+            version = None
         if version is None:
             restore_into(reader, head.manifest.version, base.addresses)
         else:

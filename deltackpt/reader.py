@@ -29,6 +29,7 @@ from deltackpt.manifest import (
     decode_placement,
     digest,
     manifest_key,
+    pruned_anchor_key,
     pruned_key,
     require_level,
 )
@@ -282,10 +283,13 @@ class Reader:
     # ------------------------------------------------------------ anchors
 
     def anchors(self) -> dict[int, int]:
-        """Return the versions that have an anchor, and its bytes of weights."""
-        listed = [int(k[8:-5]) for k in self.store.keys("anchors/") if k == anchor_key_of(k)]
-        full = [v for v, e in self.history.items() if e.manifest.kind == "full"]
-        return {v: self.history[v].manifest.totals.raw for v in {*listed, *full} if v in self.history}
+        """Return the versions that have an anchor which is not pruned, and its bytes of weights."""
+        listed = {int(k[8:-5]) for k in self.store.keys("anchors/") if k == anchor_key_of(k)}
+        full = {v for v, e in self.history.items() if e.manifest.kind == "full"}
+        records = set(self.store.keys("pruned/"))
+        found = {v for v in listed - full if pruned_anchor_key(v) not in records}
+        found |= {v for v in full if pruned_key(v) not in records}
+        return {v: self.history[v].manifest.totals.raw for v in found if v in self.history}
 
     def anchor(self, version: int) -> AnchorSource:
         """Return an anchor's record and where its files are."""
@@ -333,7 +337,21 @@ class Reader:
     # ------------------------------------------------------------ plans
 
     def plan(self, want: int, *, local: int | None, missing: frozenset[int] = frozenset()) -> Plan:
-        """Return the cheapest way to `want`; looks for anchors only where the deltas alone do not do."""
+        """Return the cheapest way to `want` around versions that are missing or pruned."""
+        while True:
+            found = self._cheapest(want, local, missing)
+            used = frozenset(step.version for step in found.steps)
+            # One step behind, and a request would be spent on every version: the newest deltas are the last to go,
+            # and one that is gone shows when it is fetched.
+            if len(used) < 2 and found.anchor is None:
+                return found
+            gone = self.pruned(since=min(used, default=found.version)) & used
+            if not gone:
+                return found
+            missing |= gone
+
+    def _cheapest(self, want: int, local: int | None, missing: frozenset[int]) -> Plan:
+        """Look for anchors only where the deltas alone do not do."""
         raw = self.manifest(want).totals.raw
         try:
             by_deltas = plan(self.history, want, local=local, anchors={}, missing=missing)
@@ -343,6 +361,19 @@ class Reader:
             if 0 not in self.history:
                 self.load()
         return plan(self.history, want, local=local, anchors=self.anchors(), missing=missing)
+
+    def reachable(self, version: int) -> bool:
+        """Say whether a newcomer can get to a version: whole chains lead there from an anchor that is there."""
+        try:
+            self.plan(version, local=None)
+        except ChainError:
+            return False
+        return True
+
+    def pruned(self, *, since: int = 0) -> frozenset[int]:
+        """Return the versions, from `since` on, whose own data is declared gone."""
+        after = pruned_key(since - 1) if since else ""
+        return frozenset(int(k[7:-5]) for k in self.store.keys("pruned/", after=after) if k == pruned_key_of(k))
 
     def is_pruned(self, version: int) -> bool:
         """Say whether a prune record declares a version's data gone."""
@@ -362,7 +393,7 @@ class Reader:
         """Return the fingerprint of every tensor of a version, from the nearest anchor and the index tables."""
         if 0 not in self.history:
             self.load()
-        way = plan(self.history, version, local=None, anchors=self.anchors())
+        way = self.plan(version, local=None)
         assert way.anchor is not None
         total = self.anchor(way.anchor).fingerprints
         for step in way.steps:
@@ -381,6 +412,12 @@ def anchor_key_of(key: str) -> str:
     """Return the anchor key that `key` would be if its name is a number, else an empty text."""
     name = key[8:-5]
     return anchor_key(int(name)) if name.isascii() and name.isdigit() else ""
+
+
+def pruned_key_of(key: str) -> str:
+    """Return the key of a prune record that `key` would be if its name is a number, else an empty text."""
+    name = key[7:-5]
+    return pruned_key(int(name)) if name.isascii() and name.isdigit() else ""
 
 
 def read_chunks(store: Store, key: str, out: memoryview, offset: int, threads: int | None) -> None:

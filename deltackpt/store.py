@@ -28,7 +28,9 @@ class Store(Protocol):
     def put(self, key: str, parts: Sequence[Bytes], *, if_absent: bool = True) -> None:
         """Write the parts, joined, under a key: durable and whole, or an error.
 
-        if_absent: raises AlreadyExists when the key is taken. Unavailable: the outcome is unknown.
+        parts: iterated in order, once for each try; they may be read from elsewhere only then, and an error that they
+        raise comes out of here, with nothing under the key. if_absent: raises AlreadyExists when the key is taken.
+        Unavailable: the outcome is unknown.
         """
 
     def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
@@ -42,6 +44,9 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; it is no error if it is gone."""
+
+    def modified(self, key: str) -> float:
+        """Return when an object was written, in Unix seconds of the store's own clock. Raises NotFound."""
 
 
 def read(store: Store, key: str, *, limit: int) -> bytes:
@@ -200,6 +205,15 @@ class LocalStore:
         """See Store.size."""
         try:
             return os.stat(self._path(key)).st_size
+        except FileNotFoundError as exc:
+            raise self._not_found(key) from exc
+        except OSError as exc:
+            raise store_error(exc, f"reading {key} in {self.root}") from exc
+
+    def modified(self, key: str) -> float:
+        """See Store.modified."""
+        try:
+            return os.stat(self._path(key)).st_mtime
         except FileNotFoundError as exc:
             raise self._not_found(key) from exc
         except OSError as exc:

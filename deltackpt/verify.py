@@ -205,7 +205,7 @@ class _StoreCheck:
 
     def find_anchors(self) -> None:
         """Find the versions that have an anchor."""
-        self.anchors = {v: n for v, n in self.reader.anchors().items() if v not in self.pruned}
+        self.anchors = self.reader.anchors()
 
     def require_reachable(self) -> None:
         """Note if a newcomer cannot get to the head although no object is damaged."""

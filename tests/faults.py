@@ -21,7 +21,7 @@ class FaultStore:
     """Wraps a store. `operations` lists what was asked for, as "put manifests/0.json".
 
     at: number of the operation that fails, from 1 on, None for never; counts only those in `kinds` (put, read_into,
-    size, keys, delete), all by default. when: "before" the store has seen it, or "after", which is a lost answer.
+    size, keys, delete, modified), all by default. when: "before" the store has seen it, or "after", which is a lost answer.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class FaultStore:
         *,
         at: int | None = None,
         when: Literal["before", "after"] = "before",
-        kinds: Collection[str] = ("put", "read_into", "size", "keys", "delete"),
+        kinds: Collection[str] = ("put", "read_into", "size", "keys", "delete", "modified"),
         error: Callable[[], Exception] = _lost,
     ) -> None:
         self.store, self.url = store, store.url
@@ -65,3 +65,6 @@ class FaultStore:
 
     def delete(self, key: str) -> None:
         self._run("delete", key, lambda: self.store.delete(key))
+
+    def modified(self, key: str) -> float:
+        return self._run("modified", key, lambda: self.store.modified(key))
