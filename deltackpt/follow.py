@@ -8,13 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from deltackpt.chain import Plan
+from deltackpt.chain import Entry, Plan
 from deltackpt.errors import ChainError, NotFound, Unavailable
 from deltackpt.reader import Reader
 from deltackpt.store import open_store
 
 POLL_S = 1.0
 """Seconds between two looks for a new version."""
+
+
+def weight_version(entry: Entry) -> str:
+    """Return the name under which engines and logs know the weights of a version, for ever."""
+    return f"{entry.manifest.lineage}.{entry.manifest.version}.{entry.digest[:12]}"
 
 
 class Staging(Protocol):

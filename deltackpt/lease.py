@@ -80,20 +80,21 @@ def _setting(store: Store, name: str, number: int) -> Channel | None:
     return Channel(name, number, decode(raw, ChannelRecord, key))
 
 
-def read_channel(store: Store, name: str, *, after: Channel | None = None) -> Channel | None:
-    """Return a channel as last set, None if it never was.
-
-    after: how it was when last looked at; then the store is not listed, and nothing new costs one request.
-    """
+def read_channel(store: Store, name: str) -> Channel | None:
+    """Return a channel as last set, None if it never was."""
     require_name(name, "channel")
-    found = after
-    if found is None:
-        numbers = _numbers(store, f"channels/{name}/")
-        if not numbers:
-            return None
-        found = _setting(store, name, max(numbers))
-    while found is not None and (newer := _setting(store, name, found.number + 1)):
-        found = newer
+    numbers = _numbers(store, f"channels/{name}/")
+    if not numbers:
+        return None
+    found = _setting(store, name, max(numbers))
+    return found and (newer_setting(store, name, after=found.number) or found)
+
+
+def newer_setting(store: Store, name: str, *, after: int) -> Channel | None:
+    """Return the newest setting past number `after` (-1: past none). One request, no listing, where there is none."""
+    found = None
+    while newer := _setting(store, name, after + 1):
+        found, after = newer, newer.number
     return found
 
 
@@ -138,7 +139,7 @@ def set_channel(
         made = Channel(name, 0 if held is None else held.number + 1, record)
         if _create(store, made, sleep):
             return made
-        held = read_channel(store, name, after=held)
+        held = read_channel(store, name)
     raise Unavailable(f"channel {name} of {store.url} is set by others all the time; set it again, or stop them")
 
 
