@@ -432,6 +432,8 @@ def difference(reader: Reader, layout: Layout, table: U64) -> str:
             best = best or (len(table), str(exc).split(";")[0])
             continue
         wrong = compare_fingerprints(theirs, table, reader.anchor(version).fingerprints)
+        if not wrong:
+            return f"it holds version {version}"
         if best is None or len(wrong) < best[0]:
             best = (len(wrong), f"{named(wrong)} differs from version {version} ({len(wrong)} of {len(table)} tensors)")
     return best[1] if best else "it has no anchor to compare with"

@@ -145,7 +145,8 @@ def publish_folder(
     if base is not None and mirror is not None:
         raise ConfigError("base and mirror are given; one folder can be the base")
     folder, store = open_folder(checkpoint), open_store(url)
-    _require_apart(folder, store)
+    if os.path.isdir(checkpoint):
+        _require_apart(folder, store)
     writer = Writer(store, run_id=run_id, resume=resume, new_lineage=new_lineage, threads=threads)
     writer.require_step(step)
     head = writer.head
@@ -446,7 +447,7 @@ class Publisher:
         assert head is not None
         layout = reader.layout(head.manifest.layout)
         layout.require_same(live.layout)
-        placement = reader.placement(head.manifest)
+        placement = self._serving.checkpoint.placement if self._serving else reader.placement(head.manifest)
         base = _Base.of(layout, placement)
         table = backend.fingerprints(layout, live.addresses, threads=self._threads)
         state = state_fingerprint(layout.weights, table)

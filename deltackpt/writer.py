@@ -62,7 +62,7 @@ def _read_host_record(store_id: str) -> HostRecord:
     try:
         with open(host_record_path(store_id), "rb") as file:
             return msgspec.json.decode(file.read(), type=HostRecord)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError):
         # A record that is not readable proves nothing, like one that is not there.
         return HostRecord(())
 
