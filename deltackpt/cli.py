@@ -962,3 +962,7 @@ def _doctor_dest(path: str) -> dict[str, object]:
 def main() -> None:
     """Run the command line."""
     cli()
+
+
+# Last, because it takes from here what its commands need.
+from deltackpt import cli_fleet  # noqa: E402, F401

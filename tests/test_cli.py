@@ -29,7 +29,8 @@ from deltackpt.manifest import manifest_key, pruned_key
 from deltackpt.publish import publish_folder
 from deltackpt.store import LocalStore
 
-COMMANDS = ["anchor", "bench", "doctor", "log", "publish", "pull", "show", "verify"]
+COMMANDS = ["anchor", "bench", "doctor", "log", "publish", "pull", "show", "status", "verify", "watch"]
+GROUPS = ["channel"]
 REPOSITORY = Path(deltackpt.__file__).parent.parent
 
 
@@ -664,7 +665,7 @@ def test_shell_completion_comes_with_the_command() -> None:
 
 
 def test_commands_are_those_of_the_design() -> None:
-    assert sorted(cli.commands) == COMMANDS
+    assert sorted(cli.commands) == sorted([*COMMANDS, *GROUPS])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
