@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import logging
 import os
@@ -142,8 +143,23 @@ def _reported(ctx: click.Context) -> Iterator[None]:
         ctx.exit(1)
 
 
+_ELSEWHERE = {"mirror": "cli_store", "prune": "cli_store", "tag": "cli_store"}
+"""Modules of the commands that are not in this one; imported by name when a command is used."""
+
+
 class _Cli(click.Group):
     """The group of all commands; answers errors in one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted({*super().list_commands(ctx), *_ELSEWHERE})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command by name."""
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(importlib.import_module(f"deltackpt.{_ELSEWHERE[cmd_name]}"), cmd_name)
+        return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options before the command."""

@@ -364,6 +364,8 @@ class Reader:
 
     def reachable(self, version: int) -> bool:
         """Say whether a newcomer can get to a version: whole chains lead there from an anchor that is there."""
+        if 0 not in self.history:
+            self.load()
         try:
             self.plan(version, local=None)
         except ChainError:
