@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from deltackpt.folder import CheckpointTarget
     from deltackpt.follow import Follower, Prepared
     from deltackpt.manifest import Manifest
+    from deltackpt.mirror import Mirror, mirror_store
+    from deltackpt.prune import prune_store
     from deltackpt.publish import Publisher, publish_folder
     from deltackpt.store import open_store
     from deltackpt.tensors import TensorTarget
@@ -47,6 +49,7 @@ __all__ = [
     "FormatError",
     "IntegrityError",
     "Manifest",
+    "Mirror",
     "NotFound",
     "Poisoned",
     "Prepared",
@@ -57,7 +60,9 @@ __all__ = [
     "Unavailable",
     "UnsupportedFormat",
     "make_anchor",
+    "mirror_store",
     "open_store",
+    "prune_store",
     "publish_folder",
     "verify_folder",
     "verify_store",
@@ -67,11 +72,14 @@ _MODULES = {
     "CheckpointTarget": "folder",
     "Follower": "follow",
     "Manifest": "manifest",
+    "Mirror": "mirror",
     "Prepared": "follow",
     "Publisher": "publish",
     "TensorTarget": "tensors",
     "make_anchor": "anchor",
+    "mirror_store": "mirror",
     "open_store": "store",
+    "prune_store": "prune",
     "publish_folder": "publish",
     "verify_folder": "verify",
     "verify_store": "verify",

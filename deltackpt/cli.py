@@ -143,7 +143,10 @@ def _reported(ctx: click.Context) -> Iterator[None]:
         ctx.exit(1)
 
 
-_ELSEWHERE = {"mirror": "cli_store", "prune": "cli_store", "tag": "cli_store"}
+_ELSEWHERE = {
+    "channel": "cli_fleet", "mirror": "cli_store", "prune": "cli_store", "status": "cli_fleet", "tag": "cli_store",
+    "watch": "cli_fleet",
+}  # fmt: skip
 """Modules of the commands that are not in this one; imported by name when a command is used."""
 
 
@@ -978,7 +981,3 @@ def _doctor_dest(path: str) -> dict[str, object]:
 def main() -> None:
     """Run the command line."""
     cli()
-
-
-# Last, because it takes from here what its commands need.
-from deltackpt import cli_fleet  # noqa: E402, F401

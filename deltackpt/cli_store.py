@@ -95,12 +95,12 @@ def prune(
       deltackpt prune /mnt/fs/run7 --keep 100 --keep-every 500
       deltackpt prune /mnt/fs/run7 --budget 2TB --yes
     """
-    from deltackpt import prune as module
+    from deltackpt.prune import prune_store
     from deltackpt.store import open_store
 
     leases = open_store(lease_url) if lease_url is not None else None
     with _stage(f"looking at {store}"):
-        report = module.prune(
+        report = prune_store(
             open_store(store), keep=keep, keep_every=keep_every, budget=budget, dry_run=not yes, grace_s=grace,
             lease_store=leases,
         )  # fmt: skip

@@ -473,7 +473,7 @@ def _tables(manifest: Manifest) -> list[tuple[str, str]]:
     return [("layouts", manifest.layout), ("placements", manifest.placement)]
 
 
-def mirror(
+def mirror_store(
     src: Store, dst: Store, *, start: Start = None, lease_store: Store | None = None, threads: int | None = None,
     say: Say = lambda _: None,
 ) -> MirrorReport:  # fmt: skip

@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A piece as `prune` reports it. kind: delta, full or anchor. why: who needs it; empty if nobody.
+    """A piece as `prune_store` reports it. kind: delta, full or anchor. why: who needs it; empty if nobody.
 
     nbytes: what it takes in the store now. declared: when its prune record was made, by the store's clock.
     """
@@ -436,7 +436,7 @@ def _modified(store: Store, key: str) -> float:
 # ---------------------------------------------------------------- prune
 
 
-def prune(
+def prune_store(
     store: Store,
     *,
     keep: int | None = None,
@@ -480,7 +480,7 @@ def prune(
 
 @dataclass
 class _Run:
-    """One call of `prune`."""
+    """One call of `prune_store`."""
 
     store: Store
     lease_store: Store

@@ -15,8 +15,8 @@ PACKAGE = Path(deltackpt.__file__).parent
 
 ORDER = [
     "errors", "digest", "layout", "manifest", "chain", "codec", "shard", "jit", "kernels", "store", "checkpoint",
-    "backend", "reader", "folder", "tensors", "follow", "writer", "anchor", "publish", "verify", "baselines", "bench",
-    "cli",
+    "backend", "reader", "folder", "tensors", "follow", "writer", "anchor", "publish", "verify", "lease",
+    "prune", "mirror", "ledger", "watch", "control", "baselines", "bench", "cli", "cli_fleet", "cli_store",
 ]  # fmt: skip
 """Each module imports only modules to its left."""
 
