@@ -1,4 +1,4 @@
-"""Commands of the fleet: watch, channel and status. Registers them with the group of `cli`."""
+"""Commands of the fleet: watch, channel, status. Part of the command line, imported when one of them is used."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from deltackpt import cli as base
-from deltackpt.cli import MODES, Mode, Output, age, cli
+from deltackpt.cli import (
+    _PATH,
+    MODES,
+    Mode,
+    Output,
+    _anchor_source_option,
+    _json_option,
+    _printable,
+    _text,
+    _threads_option,
+    age,
+    columns,
+)
 from deltackpt.errors import DeltaError, NotFound
 
 if TYPE_CHECKING:
@@ -21,8 +32,6 @@ if TYPE_CHECKING:
 
     from deltackpt.lease import Channel, Lease
     from deltackpt.watch import Event, State, Watcher
-
-_PATH, _json_option = base._PATH, base._json_option
 
 _SECONDS = click.FloatRange(min=0, max=1e9)
 _lease_url_option = click.option(
@@ -34,7 +43,7 @@ _lease_url_option = click.option(
 # ---------------------------------------------------------------- watch
 
 
-@cli.command()
+@click.command()
 @click.argument("store", type=_PATH)
 @click.argument("dest", type=_PATH)
 @click.option("--channel", metavar="NAME", help="Follow this channel, forwards and backwards. [default: the newest]")
@@ -78,8 +87,8 @@ _lease_url_option = click.option(
     "--log", "log_format", type=click.Choice(("text", "json")), default="text", show_default=True,
     help="What happens, on stderr: one line each, for people or as JSON.",
 )  # fmt: skip
-@base._anchor_source_option
-@base._threads_option
+@_anchor_source_option
+@_threads_option
 @_json_option
 @click.pass_obj
 def watch(
@@ -131,6 +140,8 @@ def watch(
             require_name(name, what)
     say = _text_log if log_format == "text" else _json_log
     with contextlib.ExitStack() as stack:
+        if log_format == "json":
+            stack.enter_context(_errors_as_json(output))
         pace = stack.enter_context(contextlib.closing(module.Pace()))
         if wake is not None:
             stack.enter_context(module.fifo(wake, pace))
@@ -146,8 +157,6 @@ def watch(
             address = stack.enter_context(http.serve_control(watcher, control))
             say(module.Event("info", "listening", f"control at {address}", {"control": address}))
         stack.enter_context(_signals(watcher))
-        if log_format == "json":
-            stack.enter_context(_errors_as_json(output))
         state = _follow(watcher, once)
     output.result(_fields(state), _ended(state, once))
 
@@ -177,7 +186,7 @@ def _version(version: int | None) -> str:
 
 
 def _text_log(event: Event) -> None:
-    click.echo(f"deltackpt: {' '.join(base._printable(event.message).split())}", err=True)
+    click.echo(f"deltackpt: {' '.join(_printable(event.message).split())}", err=True)
 
 
 def _json_log(event: Event) -> None:
@@ -227,7 +236,7 @@ def _signals(watcher: Watcher) -> Iterator[None]:
 # ---------------------------------------------------------------- channel
 
 
-@cli.group()
+@click.group()
 def channel() -> None:
     """Say which version the followers of a channel shall run.
 
@@ -254,7 +263,7 @@ def _expected(_ctx: click.Context, _param: click.Parameter, value: str | None) -
     "--expect", callback=_expected, metavar="OLD",
     help="Only if the channel names version OLD now; `none`: only if it names none yet.",
 )  # fmt: skip
-@click.option("--note", default="", callback=base._text, help="Text to keep with the setting.")
+@click.option("--note", default="", callback=_text, help="Text to keep with the setting.")
 @_json_option
 @click.pass_obj
 def channel_set(output: Output, store: str, name: str, version: int, expect: int | str | None, note: str) -> None:
@@ -302,7 +311,7 @@ def _channel_fields(found: Channel) -> dict[str, object]:
 # ---------------------------------------------------------------- status
 
 
-@cli.command()
+@click.command()
 @click.argument("store", type=_PATH)
 @_lease_url_option
 @_json_option
@@ -350,7 +359,7 @@ def _channel_lines(named: Sequence[Channel], now: float) -> list[str]:
     rows += [
         (one.name, one.record.note or "-", str(one.version), f"{age(now - one.record.created)} ago") for one in named
     ]
-    return [base.columns(rows)]
+    return [columns(rows)]
 
 
 def _lease_lines(held: Sequence[Lease], head: int | None, now: float) -> list[str]:
@@ -361,7 +370,7 @@ def _lease_lines(held: Sequence[Lease], head: int | None, now: float) -> list[st
             one.id, one.channel or "-", _or_dash(one.version), behind, _or_dash(one.staged), one.mode,
             f"{age(now - one.created)} ago", "live" if one.live(now) else "expired",
         ))  # fmt: skip
-    return [base.columns(rows), *(f"{one.id}: {one.error}" for one in held if one.error is not None)]
+    return [columns(rows), *(f"{one.id}: {one.error}" for one in held if one.error is not None)]
 
 
 def _or_dash(version: int | None) -> str:
