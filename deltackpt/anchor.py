@@ -18,7 +18,7 @@ from deltackpt.chain import since_anchor
 from deltackpt.checkpoint import Checkpoint, Folder, addresses, index_bytes, mapped, open_folder, placed
 from deltackpt.codec import Bytes
 from deltackpt.digest import U64, fp_hex, sha256, state_fingerprint
-from deltackpt.errors import AlreadyExists, ConfigError, DeltaError
+from deltackpt.errors import ConfigError, DeltaError, StoreError, Unavailable
 from deltackpt.folder import CheckpointTarget, read_record
 from deltackpt.follow import Follower
 from deltackpt.kernels import view
@@ -37,7 +37,7 @@ from deltackpt.manifest import (
 )
 from deltackpt.reader import Reader
 from deltackpt.store import LocalStore, Store, open_store, store_error
-from deltackpt.writer import Draft, Upload, Writer
+from deltackpt.writer import Draft, Upload, Writer, put_once
 
 ANCHOR_SHARE = 0.5
 """An anchor is due when the deltas since the last one exceed this share of the weights."""
@@ -219,17 +219,21 @@ def make_anchor(
                 )
                 prefix = data_prefix(prepared.version, f"anchor-{secrets.token_hex(8)}")
                 keys: list[str] = []
+                named = False  # whether a record names the files, or may
                 try:
                     anchor = _put_anchor(store, reader, prefix, source, prepared.version, record.table(), keys.append)
-                    store.put(anchor_key(prepared.version), [encode(anchor)])
-                except BaseException as exc:
-                    for key in keys:
-                        with contextlib.suppress(DeltaError):
-                            store.delete(key)
-                    if isinstance(exc, AlreadyExists):
-                        return reader.anchor(prepared.version).anchor
+                    raw = encode(anchor)
+                    named = True
+                    named = put_once(store, anchor_key(prepared.version), raw) == raw
+                except StoreError as exc:
+                    named = named and isinstance(exc, Unavailable)
                     raise
-            return anchor
+                finally:
+                    if not named:
+                        for key in keys:
+                            with contextlib.suppress(DeltaError):
+                                store.delete(key)
+            return anchor if named else reader.anchor(prepared.version).anchor
 
 
 def anchor_due(reader: Reader) -> bool:

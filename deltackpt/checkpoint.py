@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from deltackpt.digest import U64
-from deltackpt.errors import ConfigError, FormatError, NotFound, StoreError
+from deltackpt.errors import ConfigError, DeltaError, FormatError, NotFound, StoreError
 from deltackpt.layout import I64, Layout
 from deltackpt.manifest import Placement, ShardFile, require_file_name
 from deltackpt.shard import Header, header_bytes, header_length, parse_header
@@ -153,6 +153,23 @@ def _open(path: str, weights: Sequence[str] | None, index: str | None, *, side_f
         _require_index(checkpoint, weight_map, os.path.join(path, index))
     side = dict(_side_files(path, "")) if side_files else {}
     return Folder(path, checkpoint, side, stamp_of(path, names))
+
+
+def weight_files(path: str) -> list[str]:
+    """Return the names of the files that a loader would take from a folder, whole or not: the index and what it names.
+
+    Without an index, all safetensors files.
+    """
+    names = sorted(os.listdir(path))
+    indexes = [n for n in names if n.endswith(INDEX_SUFFIX)]
+    if not indexes:
+        return [n for n in names if n.endswith(".safetensors") and not n.startswith(".")]
+    found = set(indexes)
+    for index in indexes:
+        # What cannot be read names nothing, and is replaced or removed itself.
+        with suppress(DeltaError):
+            found |= set(_read_index(path, index)[0].values())
+    return sorted(found)
 
 
 class _Index(msgspec.Struct):

@@ -38,6 +38,7 @@ from deltackpt.checkpoint import (
     replace_file,
     stamp_of,
     sync_file,
+    weight_files,
 )
 from deltackpt.digest import U64, sha256, state_fingerprint
 from deltackpt.errors import (
@@ -54,7 +55,7 @@ from deltackpt.kernels import fingerprint, view
 from deltackpt.layout import Layout, Segments
 from deltackpt.manifest import LEVEL, Placement, Shard, decode
 from deltackpt.reader import Delta, Fetched, Reader, compare_fingerprints, named
-from deltackpt.shard import assemble, parse_index
+from deltackpt.shard import ShardImage, assemble, parse_index
 from deltackpt.store import LocalStore, Store, store_error, sync_folder
 
 OWN = ".deltackpt"
@@ -597,8 +598,12 @@ class StagedFolder:
         stage = os.path.relpath(self.stage, target.path)
         moves = tuple((f"{stage}/{n}", n) for n in self._names())
         folder = target.held()
-        held = folder.checkpoint.placement if folder else None
-        before = [f.name for f in held.files] + ([held.index] if held.index else []) if held else []
+        if folder is None:
+            # Whatever lies there is replaced; a file of other weights left beside the new ones would be loaded too.
+            before = weight_files(target.path)
+        else:
+            held = folder.checkpoint.placement
+            before = [f.name for f in held.files] + ([held.index] if held.index else [])
         target.begin()
         after = {f.name for f in self.placement.files} | {self.placement.index}
         removes = tuple(n for n in before if n not in after)
@@ -748,25 +753,36 @@ class StagedValues:
             )
         target.make_own(target.path)
         redo = f"redo-{secrets.token_hex(8)}"
-        image = assemble("redo/journal", [backend.pack(layout, s) for s in staged])
         path = os.path.join(target.path, OWN, redo)
-        try:
-            with open(path, "xb") as file:
-                file.write(msgspec.json.encode(image.shard) + b"\n")
-                file.writelines(image.parts)
-                file.flush()
-                os.fsync(file.fileno())
-            sync_folder(os.path.dirname(path))
-        except OSError as exc:
-            raise store_error(exc, f"writing {path}") from exc
         pending = Pending(after.version, redo=redo)
-        _write_record(target.path, msgspec.structs.replace(before, pending=pending, next_=after))
+        try:
+            _write_redo(path, assemble("redo/journal", [backend.pack(layout, s) for s in staged]))
+            _write_record(target.path, msgspec.structs.replace(before, pending=pending, next_=after))
+        except DeltaError:
+            found = read_record(target.path)
+            if found is None or found.pending != pending:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            raise
         self._remove_journal()
         self._journal = path
         target._set_values(held, staged)
 
     def discard(self) -> None:
         """Nothing to remove: staged deltas are only in memory."""
+
+
+def _write_redo(path: str, image: ShardImage) -> None:
+    """Write a journal of in-place mode, durably."""
+    try:
+        with open(path, "xb") as file:
+            file.write(msgspec.json.encode(image.shard) + b"\n")
+            file.writelines(image.parts)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(os.path.dirname(path))
+    except OSError as exc:
+        raise store_error(exc, f"writing {path}") from exc
 
 
 def _read_redo(path: str, reader: Reader, layout_digest: str) -> list[Staged]:

@@ -175,7 +175,6 @@ def publish_folder(
         folder.require_unchanged()
         manifest = writer.commit(draft, step=step, metadata=metadata)
     writer.remember_checkpoint(folder.path)
-    writer.sweep(manifest.version)
     if anchors and not full:
         _add_anchor(writer, url, scratch, anchor_source)
     if mirror is not None:
@@ -377,7 +376,6 @@ class Publisher:
                 manifest = self._first(upload, live.layout, live.addresses, step, metadata)
             else:
                 manifest = self._next(upload, live.addresses, step, metadata)
-        writer.sweep(manifest.version)
         self._start_anchor()
         return manifest
 

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn
 
 import msgspec
 import numpy as np
@@ -39,10 +39,37 @@ from deltackpt.manifest import (
 )
 from deltackpt.reader import Reader
 from deltackpt.shard import EncodedGroup, assemble
-from deltackpt.store import Store, store_error
+from deltackpt.store import Store, read, store_error
 
 _ATTEMPTS = 8
 """Puts of a manifest whose outcome is unknown, about ten seconds in all."""
+
+
+def put_once(store: Store, key: str, raw: bytes) -> bytes:
+    """Put a record that names data: the same bytes again, until the store answers.
+
+    Returns what the key holds then: these bytes, or another writer's. Raises Unavailable where that stayed unknown:
+    what the record names must be left alone. After one lost answer not even a refusal proves that nothing was written.
+    """
+    unknown: DeltaError | None = None
+    for attempt in range(_ATTEMPTS):
+        if unknown is not None:
+            time.sleep(min(2.0, 0.05 * 2 ** (attempt - 1)))
+        try:
+            store.put(key, [raw])
+            return raw
+        except AlreadyExists:
+            try:
+                return read(store, key, limit=store.size(key))
+            except DeltaError as exc:
+                unknown = exc
+        except Unavailable as exc:
+            unknown = exc
+        except StoreError as exc:
+            if unknown is None:
+                raise
+            unknown = exc
+    raise Unavailable(f"{key}: it is not known whether it was written; try again: {unknown}") from unknown
 
 
 class HostRecord(msgspec.Struct, frozen=True):
@@ -270,34 +297,26 @@ class Writer:
             return
         entry, raw = self._pending
         version = entry.manifest.version
-        for attempt in range(_ATTEMPTS):
-            try:
-                self.store.put(manifest_key(version), [raw])
-            except AlreadyExists:
-                self._require_own(entry, raw)
-            except Unavailable:
-                if attempt == _ATTEMPTS - 1:
-                    raise
-                time.sleep(min(2.0, 0.05 * 2**attempt))
-                continue
-            except DeltaError:
-                self._pending = None
-                raise
-            # Committed: whatever happens from here on, this version stands and its data stays.
-            self.reader.history[version] = entry
+        try:
+            found = put_once(self.store, manifest_key(version), raw)
+        except Unavailable:
+            raise
+        except DeltaError:
             self._pending = None
-            with contextlib.suppress(DeltaError):
-                self._remember((entry.digest,))  # the record that was written before has this digest too
-            return
-
-    def _require_own(self, entry: Entry, raw: bytes) -> None:
-        version = entry.manifest.version
-        found = bytearray(self.store.size(manifest_key(version)))
-        self.store.read_into(manifest_key(version), memoryview(found))
-        if bytes(found) == raw:
-            return
+            raise
+        if found != raw:
+            self._pending = None
+            self._lost(entry, found)
+        # Committed: whatever happens from here on, this version stands and its data stays.
+        self.reader.history[version] = entry
         self._pending = None
-        other = decode_manifest(bytes(found), version)
+        with contextlib.suppress(DeltaError):
+            self._remember((entry.digest,))  # the record that was written before has this digest too
+        self.sweep(version)
+
+    def _lost(self, entry: Entry, found: bytes) -> NoReturn:
+        version = entry.manifest.version
+        other = decode_manifest(found, version)
         if other.epoch > entry.manifest.epoch:
             raise Fenced(
                 f"version {version} exists and has epoch {other.epoch}, this publisher {entry.manifest.epoch}; stop"

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +72,11 @@ class Server:
         return int(self._process.stdout.readline())
 
     def start(self, *arguments: str | Path, uid: int | None = None, umask: int = 0o022, **env: str) -> Child:
-        """Start a command. env: FAULT, FAULT_MATCH, FAULT_FSIZE; STOP_AFTER, STOP_HOW and STOP_MODE: see `torn_apply`."""
+        """Start a command.
+
+        env: FAULT, FAULT_MATCH, FAULT_FSIZE; CLOCK: seconds that its clock is ahead; STOP_AFTER, STOP_HOW and
+        STOP_MODE: see `torn_apply`.
+        """
         self.count += 1
         output = self.folder / f"output-{self.count}"
         variables = {"XDG_STATE_HOME": os.environ["XDG_STATE_HOME"], **env}
@@ -146,6 +151,9 @@ def _command(arguments: list[str]) -> int:
             lambda: stop(os.environ["STOP_HOW"]),
             in_place=os.environ["STOP_MODE"] == "in-place",
         )
+    if "CLOCK" in os.environ:
+        real, ahead = time.time, float(os.environ["CLOCK"])
+        time.time = lambda: real() + ahead
     exec(compile(FAULTS, "faults", "exec"), {})
     try:
         cli(arguments, prog_name="deltackpt")
