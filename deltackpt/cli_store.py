@@ -31,7 +31,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGTP]?)(I?)B?", str(value).strip(), re.IGNORECASE)
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGTP]?)(I?)B?", str(value).strip(), re.I | re.ASCII)
         if match is None or (match[3] and not match[2]):
             self.fail(f"{value!r} is no number of bytes; expected for example 500GB or 64GiB.", param, ctx)
         return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].upper()])

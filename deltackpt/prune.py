@@ -457,6 +457,7 @@ def prune_store(
     then is kept, and its record withdrawn. Raises ChainError, removing nothing, if the head cannot be rebuilt.
     """
     run = _Run(store, lease_store or store, keep, keep_every, budget, grace_s)
+    _ = run.reader.info  # where there is no store, nothing is written
     now = time.time() if dry_run else clock(store)
     survey, needs, over = run.look(now)
     litter = _litter(survey, now)
