@@ -134,7 +134,10 @@ class Follower:
             try:
                 plan = self.reader.plan(want, local=local, missing=missing)
             except ChainError as exc:
-                raise exc from lost
+                if lost is None:
+                    raise
+                # Which file it is helps more than that the chain has a hole.
+                raise ChainError(f"{lost}; {exc}") from lost
             if lost is not None and plan == tried:
                 raise lost
             tried = plan
