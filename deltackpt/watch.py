@@ -16,14 +16,13 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import msgspec
 
 from deltackpt.chain import Entry, Plan
-from deltackpt.codec import Bytes
 from deltackpt.errors import (
     ChainError,
     ConfigError,
@@ -199,29 +198,18 @@ class _Fault:
 
 
 class _Felt:
-    """A store whose reads are signs of life."""
+    """A store whose reads are signs of life; all else is the store's own."""
 
     def __init__(self, store: Store, sign: Callable[[], None]) -> None:
-        self._store, self._sign, self.url = store, sign, store.url
-
-    def put(self, key: str, parts: Sequence[Bytes], *, if_absent: bool = True) -> None:
-        self._store.put(key, parts, if_absent=if_absent)
+        self._store, self._sign = store, sign
 
     def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
+        """See Store.read_into."""
         self._store.read_into(key, out, offset=offset)
         self._sign()
 
-    def size(self, key: str) -> int:
-        return self._store.size(key)
-
-    def keys(self, prefix: str, *, after: str = "") -> Iterator[str]:
-        return self._store.keys(prefix, after=after)
-
-    def delete(self, key: str) -> None:
-        self._store.delete(key)
-
-    def modified(self, key: str) -> float:
-        return self._store.modified(key)
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
 
 
 class Watcher:
@@ -397,7 +385,10 @@ class Watcher:
             # News are looked for as ever; only the version is left alone for a while.
             tried = now - fault.since
             given_up = tried >= self._give_up_s
-            pause = max(self._give_up_s, _BACKOFF_S[1]) if given_up else fault.backoff.next()
+            # The last try before giving up is made when the time is over, not some pause later.
+            pause = (
+                max(self._give_up_s, _BACKOFF_S[1]) if given_up else min(fault.backoff.next(), self._give_up_s - tried)
+            )
             fault.retry_at = now + pause
             text = f"version {fault.version} cannot be had: {exc}"
             if given_up:
@@ -442,7 +433,7 @@ class Watcher:
         """Return the follower with its folder locked and its history read; None while there is no version."""
         if self._follower is None:
             follower = self._make()
-            follower.reader.store = _Felt(self._wrap(follower.reader.store), self._sign)
+            follower.reader.store = cast(Store, _Felt(self._wrap(follower.reader.store), self._sign))
             self._follower, self._opened = follower, False
         follower, reader = self._follower, self._follower.reader
         target = follower.target

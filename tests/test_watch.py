@@ -683,7 +683,7 @@ def test_stop_while_staging_drops_the_stage(run: Run) -> None:
                 watcher.terminate()
             self.store.read_into(key, out, offset=offset)
 
-    watcher, pace = start(run.store, run.dest, wrap=Stop, told=run.told)
+    watcher, _ = start(run.store, run.dest, wrap=Stop, told=run.told)
     watcher.run()
     assert run.told.names() == ["opened", "stopped"]
     assert list(run.root.glob("dest/**/*.safetensors")) == []

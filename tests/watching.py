@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from deltackpt.codec import Bytes
 from deltackpt.errors import NotFound
 from deltackpt.store import Store
 from deltackpt.watch import Event, Pace, Watcher
@@ -96,9 +95,6 @@ class Hiding:
         if any(part in key for part in self.hidden):
             raise NotFound(f"{key} is not in {self.url}")
 
-    def put(self, key: str, parts: Sequence[Bytes], *, if_absent: bool = True) -> None:
-        self.store.put(key, parts, if_absent=if_absent)
-
     def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
         self._look(key)
         self.store.read_into(key, out, offset=offset)
@@ -110,11 +106,8 @@ class Hiding:
     def keys(self, prefix: str, *, after: str = "") -> Iterator[str]:
         return (k for k in self.store.keys(prefix, after=after) if not any(part in k for part in self.hidden))
 
-    def delete(self, key: str) -> None:
-        self.store.delete(key)
-
-    def modified(self, key: str) -> float:
-        return self.store.modified(key)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
 
 
 def without_data(store: Path, version: int) -> Callable[[], None]:
