@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import signal
 import threading
 import time
@@ -141,7 +142,7 @@ def watch(
     say = _text_log if log_format == "text" else _json_log
     with contextlib.ExitStack() as stack:
         if log_format == "json":
-            stack.enter_context(_errors_as_json(output))
+            stack.enter_context(_only_json(output))
         pace = stack.enter_context(contextlib.closing(module.Pace()))
         if wake is not None:
             stack.enter_context(module.fifo(wake, pace))
@@ -194,11 +195,22 @@ def _json_log(event: Event) -> None:
     click.echo(json.dumps(line), err=True)
 
 
+class _JsonLines(logging.Handler):
+    """Makes messages of the package lines of the JSON log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from deltackpt.watch import Event
+
+        _json_log(Event("info", "message", record.getMessage()))
+
+
 @contextlib.contextmanager
-def _errors_as_json(output: Output) -> Iterator[None]:
-    """Let the error that ends a watcher be a line of the log, of the log's form."""
+def _only_json(output: Output) -> Iterator[None]:
+    """Let messages of the package, and the error that ends a watcher, be lines of the JSON log."""
     from deltackpt.watch import Event
 
+    logger = logging.getLogger("deltackpt")
+    before, logger.handlers = logger.handlers, [_JsonLines()]
     try:
         yield
     except DeltaError as exc:
@@ -207,6 +219,8 @@ def _errors_as_json(output: Output) -> Iterator[None]:
         if output.json:
             click.echo(json.dumps({"error": kind["error"], "message": str(exc), "exit_code": exc.exit_code}))
         click.get_current_context().exit(exc.exit_code)
+    finally:
+        logger.handlers = before
 
 
 @contextlib.contextmanager

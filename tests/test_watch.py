@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -784,6 +785,36 @@ def test_error_that_ends_a_watcher_is_a_line_of_the_json_log_and_the_answer(run:
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert (lines[-1]["event"], lines[-1]["error"], lines[-1]["exit_code"]) == ("ended", "ConfigError", 3)
     assert json.loads(done.stdout) == {"error": "ConfigError", "message": lines[-1]["message"], "exit_code": 3}
+
+
+def test_messages_of_the_package_are_lines_of_the_json_log(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = folder_module.StagedFolder.apply
+
+    def apply(self: folder_module.StagedFolder) -> None:
+        logging.getLogger("deltackpt").info("compiling")
+        real(self)
+
+    monkeypatch.setattr(folder_module.StagedFolder, "apply", apply)
+    result = cli_run("watch", run.store, run.dest, "--once", "--log", "json")
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
+    assert [line["event"] for line in lines] == ["opened", "message", "applied"]
+    assert "deltackpt: compiling\n" in cli_run("watch", run.store, run.root / "two", "--once").stderr
+
+
+def test_descriptors_stay_as_they_are_over_many_versions(tmp_path: Path) -> None:
+    run = Run(tmp_path, 0)
+    counts: list[int] = []
+
+    def publish(number: int) -> Callable[[], object]:
+        def act() -> None:
+            counts.append(len(os.listdir("/proc/self/fd")))
+            publish_folder(run.root / f"v{number % 2}", run.store, step=10 * number, run_id="r", anchors=False)
+
+        return act
+
+    watcher, _ = follow(run.store, run.dest, *[publish(number) for number in range(1, 21)])
+    assert watcher.state.applied == 20
+    assert len(set(counts)) == 1
 
 
 # ---------------------------------------------------------------- command line
