@@ -291,7 +291,9 @@ class CheckpointTarget:
             else:
                 self._finish_moves(record)
         try:
-            for entry in os.scandir(self._own()):
+            with os.scandir(self._own()) as entries:
+                found = list(entries)
+            for entry in found:
                 if entry.name not in _KEPT:
                     shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)
         except FileNotFoundError:
