@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from deltackpt.lease import Channel, Lease
     from deltackpt.watch import Event, State, Watcher
 
+_GRACE_S = 2.0
+"""How long decoding and copying may go on after SIGTERM before they are cut off; applies and hooks never are."""
 _SECONDS = click.FloatRange(min=0, max=1e9)
 _lease_url_option = click.option(
     "--lease-url", type=_PATH, metavar="URL",
@@ -157,7 +161,13 @@ def watch(
         if control is not None:
             address = stack.enter_context(http.serve_control(watcher, control))
             say(module.Event("info", "listening", f"control at {address}", {"control": address}))
-        stack.enter_context(_signals(watcher))
+
+        def cut_off() -> None:
+            say(module.Event("info", "stopped", module.STOPPED))
+            output.result(_fields(watcher.state), _ended(watcher.state, once))
+            sys.stdout.flush()
+
+        stack.enter_context(_signals(watcher, cut_off))
         state = _follow(watcher, once)
     output.result(_fields(state), _ended(state, once))
 
@@ -224,25 +234,39 @@ def _only_json(output: Output) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals(watcher: Watcher) -> Iterator[None]:
-    """Let SIGTERM and SIGINT end a watcher and SIGHUP wake it; only the main thread can."""
+def _signals(watcher: Watcher, ended: Callable[[], None]) -> Iterator[None]:
+    """Let SIGTERM and SIGINT end a watcher and SIGHUP wake it; only the main thread can.
+
+    ended: says the result, where the process has to be cut off while it decodes or copies.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(_number: int, _frame: FrameType | None) -> None:
         watcher.terminate()
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_S, _GRACE_S)
+
+    def cut_off(_number: int, _frame: FrameType | None) -> None:
+        if watcher.reading:
+            # Threads are at work in memory of this one: no way out but at once. Nothing that was read is of use.
+            try:
+                watcher.sweep()
+                ended()
+            finally:
+                os._exit(0)
 
     def poll(_number: int, _frame: FrameType | None) -> None:
         watcher.wake()
 
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {
-        signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: poll
+        signal.SIGALRM: cut_off, signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: poll
     }  # fmt: skip
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -12,6 +12,7 @@ import queue
 import random
 import re
 import selectors
+import shutil
 import socket
 import stat
 import threading
@@ -48,6 +49,7 @@ GIVE_UP_S = 60.0
 """How long a version that cannot be had is tried before it is reported as given up."""
 SILENT_S = 900.0
 """Without a sign of life for so long, a watcher counts as hung; decoding and copying have none of their own."""
+STOPPED = "stopped; what was being staged is dropped, the next start stages it again"
 _BACKOFF_S = (0.2, 30.0)
 _SIGN_S = 1.0
 
@@ -184,7 +186,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Stopped(BaseException):
-    """Ends a stage from within a signal handler. No Exception, so that nothing takes it for an error."""
+    """Ends a stage where it reads. No Exception, so that nothing takes it for an error."""
 
 
 @dataclass
@@ -205,6 +207,7 @@ class _Felt:
 
     def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
         """See Store.read_into."""
+        self._sign()
         self._store.read_into(key, out, offset=offset)
         self._sign()
 
@@ -272,7 +275,7 @@ class Watcher:
         self._fault: _Fault | None = None
         self._backoff = Backoff(self._pace)
         self._orders: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._hurry = self._stopping = self._staging = False
+        self._hurry = self._stopping = self._reading = False
         self._waiting_for: str | None = None
         self._missing: list[str] = []
         self._sign_lock, self._signed = threading.Lock(), self._pace.now()
@@ -301,14 +304,24 @@ class Watcher:
         self._pace.ring()
 
     def terminate(self) -> None:
-        """End soon: a begun apply is finished, a stage is dropped, a hook is asked to end."""
+        """End soon: a begun apply is finished, a stage ends with its next read, a hook is asked to end."""
         self._stopping = True
         if self._hook is not None:
             self._hook.terminate()
         self._pace.ring()
-        if self._staging:
-            self._staging = False
-            raise _Stopped
+
+    @property
+    def reading(self) -> bool:
+        """Whether it is staging or opening its folder: work that may be cut off at any place."""
+        return self._reading
+
+    def sweep(self) -> None:
+        """Remove what a stage has written, before the process is ended in the middle of it."""
+        own = os.path.join(self.dest, OWN)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(own):
+                if name.startswith("stage-"):
+                    shutil.rmtree(os.path.join(own, name), ignore_errors=True)
 
     # ------------------------------------------------------------ loops
 
@@ -343,9 +356,8 @@ class Watcher:
         try:
             yield
         except _Stopped:
-            self._tell("info", "stopped", "stopped; what was being staged is dropped, the next start stages it again")
+            self._tell("info", "stopped", STOPPED)
         finally:
-            self._staging = False
             self.close()
 
     def close(self) -> None:
@@ -447,7 +459,8 @@ class Watcher:
         if self._keeper is None and self._lease_store is not None:
             self._keeper = self._make_keeper(self._lease_store, reader.info.store_id)
         if not self._opened:
-            held = target.open(reader, reseed=self._reseed)
+            with self._cut_off_by_stop():
+                held = target.open(reader, reseed=self._reseed)
             self._reseed = self._reseed and held is None
             self._found(reader, held)
             self._opened = True
@@ -564,11 +577,9 @@ class Watcher:
         self._set(staged=version)
         if self._keeper is not None and self._state.applied is None:
             self._live()  # nothing else says yet that the data is needed
-        self._staging = True
         try:
-            if self._stopping:
-                raise _Stopped
-            prepared = follower.prepare(version, reseed=self._reseed)
+            with self._cut_off_by_stop():
+                prepared = follower.prepare(version, reseed=self._reseed)
         except DeltaError as exc:
             self._set(staged=None)
             self._blame(version, exc)
@@ -576,10 +587,23 @@ class Watcher:
         except _Stopped:
             self._set(staged=None)
             raise
-        finally:
-            self._staging = False
         self._fault, self._reseed = None, False
         return prepared
+
+    @contextlib.contextmanager
+    def _cut_off_by_stop(self) -> Iterator[None]:
+        self._reading = True
+        try:
+            self._require_going()
+            yield
+        finally:
+            self._reading = False
+
+    def _require_going(self) -> None:
+        # Raised where bytes are read, by whoever reads them: from a signal handler it could come between a task's
+        # start and the note that it must be waited for, and the task would write to memory that is given back.
+        if self._stopping and self._reading:
+            raise _Stopped
 
     def _blame(self, version: int, exc: DeltaError) -> None:
         """Note that it is this version that cannot be had, if that is so."""
@@ -651,6 +675,7 @@ class Watcher:
 
     def _sign(self) -> None:
         """Note that bytes have come; called by any thread that reads."""
+        self._require_going()
         now = self._pace.now()
         if now - self._signed < _SIGN_S or not self._sign_lock.acquire(blocking=False):
             return

@@ -748,6 +748,38 @@ def test_signal_ends_an_idle_watcher_with_exit_code_0(run: Run, number: int) -> 
     assert (code, answer["applied"], answer["applies"]) == (0, 1, 1)
 
 
+CUT_OFF = """
+import sys, time
+from deltackpt import backend, cli_fleet
+from deltackpt.cli import cli
+
+def long(*_, **__):
+    print("decoding", file=sys.stderr, flush=True)
+    time.sleep(1000)
+
+backend.fingerprints, cli_fleet._GRACE_S = long, 0.1
+cli(sys.argv[1:])
+"""
+
+
+def test_signal_cuts_off_what_takes_long_to_decode(run: Run) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CUT_OFF, "watch", run.store, run.dest, "--json"],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    while process.stderr.readline() != "decoding\n":
+        pass
+    assert len(list((run.dest / ".deltackpt").glob("stage-*"))) == 1
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert err == "deltackpt: stopped; what was being staged is dropped, the next start stages it again\n"
+    assert json.loads(out)["applied"] is None
+    assert list((run.dest / ".deltackpt").glob("stage-*")) == []
+    follow(run.store, run.dest, run.exact(1))
+
+
 def test_hangup_and_a_line_in_the_fifo_poll_at_once(run: Run) -> None:
     fifo_path = run.root / "wake"
     sidecar = Sidecar(run, "--poll", "1000", "--wake", str(fifo_path))
