@@ -11,9 +11,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeVar
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from deltackpt.kernels import (
     require_counts,
     slices,
     use_jit,
+    view,
 )
 from deltackpt.kernels import apply as apply_slice
 from deltackpt.layout import Layout, Segments
@@ -165,9 +166,9 @@ class _Group:
     def compress(self, plane: int, block: int, raw: U8) -> None:
         outer = plane == MASK and self.codec in (codecs.DEFLATE, codecs.LZ4, codecs.SNAPPY)
         if self.threads == 1:
-            self.frames.append((plane, block, _compress(plane, block, self.codec, raw, outer)))
+            self.frames.append((plane, block, compress(plane, block, self.codec, raw, outer)))
         else:
-            task = _pool(self.threads).submit(_compress, plane, block, self.codec, raw, outer)
+            task = _pool(self.threads).submit(compress, plane, block, self.codec, raw, outer)
             self.frames.append((plane, block, task))
 
     def finish(self) -> EncodedGroup | None:
@@ -184,7 +185,7 @@ class _Group:
         raise AssertionError("a form flushes its own planes")
 
 
-def _compress(plane: int, block: int, codec: int, raw: U8, outer: bool) -> Frame:
+def compress(plane: int, block: int, codec: int, raw: U8, outer: bool) -> Frame:
     used, stored = codecs.encode(codec, raw)
     wrap = codecs.RAW
     if outer and used != codecs.RAW:
@@ -411,6 +412,94 @@ def apply(
     for segments, fp in in_order(work, items, threads):
         total[segments.tensor] += fp
     return total
+
+
+class Encoding(Protocol):
+    """What is about to be published: encoded groups, and the way to bring the base to it."""
+
+    def groups(self) -> Iterator[EncodedGroup]:
+        """Yield the changed groups, once."""
+
+    def advance(self, base: U64) -> None:
+        """Apply what `groups` has yielded at the addresses of the base."""
+
+
+class Device(Protocol):
+    """Memory with tensors in it, and the work on them. Addresses are u64, one a tensor, of contiguous bytes.
+
+    detached: `encode` has read the new tensors when it returns, so that they may change while groups are made.
+    """
+
+    detached: bool
+
+    def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Encoding:
+        """Compare two copies of the tensors."""
+
+    def stage(self, layout: Layout, groups: Iterable[tuple[int, Sequence[Frame]]]) -> Sequence[object]:
+        """Decode and check groups: number, and frames sorted by plane and place. Raises FormatError."""
+
+    def apply(self, layout: Layout, staged: Sequence[object], tensors: U64) -> U64:
+        """Flip bits in place; returns what that added to each fingerprint."""
+
+    def fingerprints(self, layout: Layout, tensors: U64) -> U64:
+        """Return the fingerprint of each tensor."""
+
+    def allocate(self, nbytes: int) -> tuple[object, int]:
+        """Return memory, to be held, and its address."""
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy bytes; each address may be of this device or of the host."""
+
+
+class Cpu:
+    """Tensors in host memory."""
+
+    detached = False
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads
+
+    def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Encoding:
+        """See Device."""
+        return _CpuEncoding(self, layout, encode(layout, old, new, codec=codec, form=form, threads=self.threads))
+
+    def stage(self, layout: Layout, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[Staged]:
+        """See Device."""
+        return [decode_group(layout, group, frames, threads=self.threads) for group, frames in groups]
+
+    def apply(self, layout: Layout, staged: Sequence[object], tensors: U64) -> U64:
+        """See Device."""
+        return apply(layout, cast("Sequence[Staged]", staged), tensors, threads=self.threads)
+
+    def fingerprints(self, layout: Layout, tensors: U64) -> U64:
+        """See Device."""
+        return fingerprints(layout, tensors, threads=self.threads)
+
+    def allocate(self, nbytes: int) -> tuple[object, int]:
+        """See Device."""
+        memory = np.empty(max(1, nbytes), np.uint8)
+        return memory, int(memory.__array_interface__["data"][0])
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """See Device."""
+        view(target, nbytes)[:] = view(source, nbytes)
+
+
+@dataclass
+class _CpuEncoding:
+    device: Cpu
+    layout: Layout
+    encoded: Iterator[EncodedGroup]
+    kept: list[EncodedGroup] = field(default_factory=list)
+
+    def groups(self) -> Iterator[EncodedGroup]:
+        for group in self.encoded:
+            self.kept.append(group)
+            yield group
+
+    def advance(self, base: U64) -> None:
+        for group in self.kept:
+            self.device.apply(self.layout, self.device.stage(self.layout, [(group.group, group.frames)]), base)
 
 
 def fingerprints(layout: Layout, tensors: U64, *, threads: int | None = None) -> U64:

@@ -19,13 +19,13 @@ import numpy as np
 
 from deltackpt import backend
 from deltackpt.anchor import Weights, anchor_due, full_draft, make_anchor, scratch_folder
+from deltackpt.backend import Device, Encoding
 from deltackpt.chain import Entry
 from deltackpt.checkpoint import Folder, addresses, mapped, open_folder
 from deltackpt.digest import U64, fp_hex, state_fingerprint
 from deltackpt.errors import ConfigError, DeltaError
 from deltackpt.folder import CheckpointTarget, difference, fingerprint_folder
 from deltackpt.follow import Follower
-from deltackpt.kernels import view
 from deltackpt.layout import Layout
 from deltackpt.manifest import Manifest, Placement, ShardFile
 from deltackpt.shard import EncodedGroup
@@ -54,36 +54,26 @@ class _Encoded:
     times: dict[str, float]
 
 
-def _encode(
-    writer: Writer,
-    upload: Upload,
-    layout: Layout,
-    old: U64,
-    new: U64,
-    codec: str,
-    form: str,
-    keep: list[EncodedGroup] | None,
-) -> _Encoded:
-    """Encode and put all groups."""
+def _put_all(writer: Writer, upload: Upload, layout: Layout, groups: Iterator[EncodedGroup]) -> _Encoded:
+    """Put all groups as they come, several shards at a time."""
     began = time.perf_counter()
     change, numbers = np.zeros(len(layout.names), np.uint64), set()
     changed = changed_bytes = 0
     waiting: list[EncodedGroup] = []
-    for group in backend.encode(layout, old, new, codec=codec, form=form, threads=writer.reader.threads):
-        change[group.tensor] += group.fingerprint
-        numbers.add(group.group)
-        changed += group.changed
-        changed_bytes += group.changed * layout.groups[group.group].width
-        waiting.append(group)
-        if keep is not None:
-            keep.append(group)
-        if sum(g.stored for g in waiting) >= SHARD_BYTES:
+    with upload.parallel():
+        for group in groups:
+            change[group.tensor] += group.fingerprint
+            numbers.add(group.group)
+            changed += group.changed
+            changed_bytes += group.changed * layout.groups[group.group].width
+            waiting.append(group)
+            if sum(g.stored for g in waiting) >= SHARD_BYTES:
+                upload.put(waiting)
+                waiting = []
+        if waiting:
             upload.put(waiting)
-            waiting = []
-    if waiting:
-        upload.put(waiting)
-    total = time.perf_counter() - began
-    times = {"encode_ms": (total - upload.seconds) * 1e3, "upload_ms": upload.seconds * 1e3}
+        encoded = time.perf_counter()
+    times = {"encode_ms": (encoded - began) * 1e3, "upload_ms": (time.perf_counter() - encoded) * 1e3}
     return _Encoded(change, frozenset(numbers), changed, changed_bytes, times)
 
 
@@ -91,22 +81,18 @@ def _delta(
     writer: Writer,
     upload: Upload,
     source: Weights,
-    old: U64,
-    *,
-    codec: str,
-    form: str,
-    keep: list[EncodedGroup] | None = None,
+    groups: Iterator[EncodedGroup],
     times: dict[str, float] | None = None,
 ) -> Draft:
-    """Return the draft of what leads from the head, whose bytes are at `old`, to the source."""
+    """Return the draft of what leads from the head to the source, by the groups in which they differ."""
     head = writer.head
     assert head is not None
     layout = source.layout
-    done = _encode(writer, upload, layout, old, source.addresses, codec, form, keep)
+    done = _put_all(writer, upload, layout, groups)
     state = int(head.manifest.state, 16) + state_fingerprint(layout.weights, done.change)
     return Draft(
         "delta" if done.groups else "empty", layout, source.placement, source.side_files, state,
-        head.manifest.version, tuple(upload.shards), done.groups, done.changed, done.changed_bytes,
+        head.manifest.version, upload.shards, done.groups, done.changed, done.changed_bytes,
         times=(times or {}) | done.times,
     )  # fmt: skip
 
@@ -229,7 +215,9 @@ def _folder_delta(
         with mapped(files) as maps:
             times = {"base_ms": (time.perf_counter() - began) * 1e3}
             old = addresses(held.checkpoint, maps)
-            draft = _delta(writer, upload, source, old, codec=codec, form=form, times=times)
+            threads = writer.reader.threads
+            groups = backend.encode(source.layout, old, source.addresses, codec=codec, form=form, threads=threads)
+            draft = _delta(writer, upload, source, groups, times)
         held.require_unchanged()
         return draft
 
@@ -317,7 +305,7 @@ class Publisher:
 
     serving: the checkpoint folder that samplers load; its layout, files and side files are followed, and tensors that
     do not fit it are refused by name. Without it the first publish decides. anchors: make one in the background
-    when it is due. The base, a copy of all published tensors, is held in host memory.
+    when it is due. The base, a copy of all published tensors, is held beside them, in host or device memory.
 
     On a store that has versions already, it claims the next epoch, so that an earlier publisher is fenced; the first
     publish finds out by fingerprint which version the trainer holds, or rebuilds the head from the store.
@@ -344,6 +332,7 @@ class Publisher:
         self._base: _Base | None = None
         self._open: _Open | None = None
         self._background: _Background | None = None
+        self._flight: Pending | None = None
         if self._writer.head is not None and not new_lineage:
             self._writer.claim()
 
@@ -352,50 +341,76 @@ class Publisher:
     ) -> Manifest:
         """Commit the tensors as the next version; returns after the commit.
 
-        params: mapping or iterable of (name, torch tensor or numpy array) on the CPU; read only, not kept. Raises
-        ConfigError naming a tensor that does not fit; then, as after every error, the base is what it was.
+        params: mapping or iterable of (name, torch tensor or numpy array), all on the CPU or all on one NVIDIA GPU;
+        read only, not kept. Raises ConfigError naming a tensor that does not fit; then, as after every error, the base
+        is what it was.
         """
-        from deltackpt.tensors import collect
+        return self.submit(params, step=step, metadata=metadata).result()
 
+    def submit(self, params: Params, *, step: int | None = None, metadata: Mapping[str, str] | None = None) -> Pending:
+        """Begin to publish; returns once the tensors may change again. See `publish`.
+
+        From a GPU that is when the changes have been extracted, and the rest is done in a thread; from the CPU it is
+        after the commit. One version is in flight: the next call waits for it. Its error comes out of `result`, and
+        out of the next call if nobody asked.
+        """
+        from deltackpt.tensors import collect, device_for
+
+        self._join()
         self._raise_background()
         self._settle()
         live = collect(params)
         writer = self._writer
         writer.require_step(step)
+        device = device_for(live.on, self._threads)
         if self._serving is not None:
             self._serving.checkpoint.layout.require_same(live.layout)
         if self._base is None and writer.head is not None and not writer.new_lineage:
-            draft, base = self._adopt(live)
+            draft, base = self._adopt(live, device)
             if draft is not None:
-                return self._commit(draft, partial(self._take, base), step, metadata)
+                return Pending(partial(self._commit, draft, partial(self._take, base), step, metadata))
             self._take(base)
-        if self._base is not None:
-            self._base.layout.require_same(live.layout)
-        with attempt(writer) as upload:
-            if self._base is None:
-                manifest = self._first(upload, live.layout, live.addresses, step, metadata)
-            else:
-                manifest = self._next(upload, live.addresses, step, metadata)
+        if self._base is None:
+            return Pending(partial(self._first, live.layout, live.addresses, device, step, metadata))
+        self._base.layout.require_same(live.layout)
+        if type(self._base.device) is not type(device):
+            raise ConfigError(f"these tensors are on {live.on}, those before were elsewhere; make a new Publisher")
+        old = self._base.addresses
+        encoding = device.encode(live.layout, old, live.addresses, codec=self._codec, form=self._form)
+        work = partial(self._next, encoding, live.addresses, step, metadata)
+        self._flight = Pending(work, detached=device.detached)
+        return self._flight
+
+    def _join(self) -> None:
+        """Wait for the version in flight; raises its error unless that was seen."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            flight.join()
+
+    def _first(
+        self, layout: Layout, where: U64, device: Device, step: int | None, metadata: Mapping[str, str] | None
+    ) -> Manifest:
+        placement = self._serving.checkpoint.placement if self._serving else default_placement(layout)
+        base = _Base.of(layout, placement, device)
+        # The base is copied first and everything is written from it: what is published is what is kept.
+        _copy(device, layout, where, base.addresses)
+        with attempt(self._writer) as upload:
+            host, held = base.in_host_memory()
+            draft = full_draft(self._writer, upload, Weights(layout, placement, self._side_files, held))
+            del host
+            manifest = self._commit(draft, partial(self._take, base), step, metadata)
         self._start_anchor()
         return manifest
 
-    def _first(
-        self, upload: Upload, layout: Layout, where: U64, step: int | None, metadata: Mapping[str, str] | None
-    ) -> Manifest:
-        placement = self._serving.checkpoint.placement if self._serving else default_placement(layout)
-        base = _Base.of(layout, placement)
-        # The base is copied first and everything is written from it: what is published is what is kept.
-        _copy(layout, where, base.addresses)
-        draft = full_draft(self._writer, upload, Weights(layout, placement, self._side_files, base.addresses))
-        return self._commit(draft, partial(self._take, base), step, metadata)
-
-    def _next(self, upload: Upload, where: U64, step: int | None, metadata: Mapping[str, str] | None) -> Manifest:
+    def _next(self, encoding: Encoding, where: U64, step: int | None, metadata: Mapping[str, str] | None) -> Manifest:
         base = self._base
         assert base is not None
-        source = Weights(base.layout, base.placement, self._side_files, where)
-        groups: list[EncodedGroup] = []
-        draft = _delta(self._writer, upload, source, base.addresses, codec=self._codec, form=self._form, keep=groups)
-        return self._commit(draft, partial(self._advance, groups), step, metadata)
+        with attempt(self._writer) as upload:
+            source = Weights(base.layout, base.placement, self._side_files, where)
+            draft = _delta(self._writer, upload, source, encoding.groups())
+            manifest = self._commit(draft, partial(self._advance, encoding), step, metadata)
+        self._start_anchor()
+        return manifest
 
     def _commit(
         self, draft: Draft, advance: Callable[[], None], step: int | None, metadata: Mapping[str, str] | None
@@ -420,19 +435,18 @@ class Publisher:
             begun.advance()
             self._writer.resume = self._writer.new_lineage = False
 
-    def _advance(self, groups: list[EncodedGroup]) -> None:
+    def _advance(self, encoding: Encoding) -> None:
         """Bring the base to what was committed, by the delta itself."""
         base, self._base = self._base, None
         assert base is not None
-        staged = (backend.decode_group(base.layout, g.group, g.frames, threads=self._threads) for g in groups)
-        backend.apply(base.layout, staged, base.addresses, threads=self._threads)
+        encoding.advance(base.addresses)
         # Interrupted, it is no version's: then there is none, and the next publish finds one in the store.
         self._base = base
 
     def _take(self, base: _Base) -> None:
         self._base = base
 
-    def _adopt(self, live: Live) -> tuple[Draft | None, _Base]:
+    def _adopt(self, live: Live, device: Device) -> tuple[Draft | None, _Base]:
         """Find a base in a store that has versions already.
 
         If what the trainer holds is a version, bit for bit, it is the base once the draft that goes on from that
@@ -446,17 +460,17 @@ class Publisher:
         layout = reader.layout(head.manifest.layout)
         layout.require_same(live.layout)
         placement = self._serving.checkpoint.placement if self._serving else reader.placement(head.manifest)
-        base = _Base.of(layout, placement)
-        table = backend.fingerprints(layout, live.addresses, threads=self._threads)
+        base = _Base.of(layout, placement, device)
+        table = device.fingerprints(layout, live.addresses)
         state = state_fingerprint(layout.weights, table)
         version = reader.identify(layout.digest, state)
         if version is not None and version != head.manifest.version and not reader.reachable(version):
             # Pruned: no follower could get there. A delta from the head can be followed.
             version = None
         if version is None:
-            restore_into(reader, head.manifest.version, base.addresses)
+            restore_into(reader, head.manifest.version, device, base.addresses)
         else:
-            _copy(layout, live.addresses, base.addresses)
+            _copy(device, layout, live.addresses, base.addresses)
         self._side_files = self._side_files or head.manifest.side_files
         if version is None:
             return None, base
@@ -474,7 +488,8 @@ class Publisher:
             background.result()
 
     def close(self) -> None:
-        """Wait for an anchor that is being made; raises the error with which it ended."""
+        """Wait for the version in flight and an anchor that is being made; raises the error with which they ended."""
+        self._join()
         if self._background is not None:
             background, self._background = self._background, None
             background.result()
@@ -498,7 +513,7 @@ class _Background:
             except BaseException as exc:  # handed to the thread that asks
                 self._error = exc
 
-        self._thread = threading.Thread(target=run, name="deltackpt-anchor")
+        self._thread = threading.Thread(target=run, name="deltackpt")
         self._thread.start()
 
     def done(self) -> bool:
@@ -510,24 +525,70 @@ class _Background:
             raise self._error
 
 
+class Pending:
+    """A version that is being published."""
+
+    def __init__(self, work: Callable[[], Manifest], *, detached: bool = False) -> None:
+        self._manifest: Manifest | None = None
+        self._seen = False
+
+        def run() -> None:
+            self._manifest = work()
+
+        self._background = _Background(run) if detached else None
+        if not detached:
+            run()
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        return self._background is None or self._background.done()
+
+    def result(self) -> Manifest:
+        """Return the manifest, after the commit; raises the error with which publishing ended."""
+        self._seen = True
+        if self._background is not None:
+            self._background.result()
+        assert self._manifest is not None
+        return self._manifest
+
+    def join(self) -> None:
+        """Wait; raises the error unless `result` has raised it."""
+        if not self._seen:
+            self.result()
+        elif self._background is not None:
+            with contextlib.suppress(BaseException):
+                self._background.result()
+
+
 @dataclass(frozen=True)
 class _Base:
     """A copy in memory of all tensors of the head, file after file as a folder holds them."""
 
     layout: Layout
     placement: Placement
+    device: Device
     addresses: U64
-    memory: np.ndarray[tuple[int], np.dtype[np.uint8]] = field(repr=False)
+    begin: int
+    memory: object = field(repr=False)
 
     @classmethod
-    def of(cls, layout: Layout, placement: Placement) -> _Base:
+    def of(cls, layout: Layout, placement: Placement, device: Device) -> _Base:
         """Return room for all tensors; its bytes are garbage."""
-        memory = np.empty(max(1, layout.total_bytes), np.uint8)
+        memory, begin = device.allocate(layout.total_bytes)
         order = np.array([t for f in placement.files for t in f.tensors], np.int64)
         sizes = layout.nbytes[order] if len(order) else layout.nbytes
         held = np.zeros(len(layout.names), np.uint64)
-        held[order] = (np.cumsum(sizes) - sizes).astype(np.uint64) + np.uint64(memory.__array_interface__["data"][0])
-        return cls(layout, placement, held, memory)
+        held[order] = (np.cumsum(sizes) - sizes).astype(np.uint64) + np.uint64(begin)
+        return cls(layout, placement, device, held, begin, memory)
+
+    def in_host_memory(self) -> tuple[object, U64]:
+        """Return memory of the host that holds the tensors, and their addresses in it."""
+        if isinstance(self.device, backend.Cpu):
+            return self.memory, self.addresses
+        host = np.empty(max(1, self.layout.total_bytes), np.uint8)
+        begin = int(host.__array_interface__["data"][0])
+        self.device.copy(begin, self.begin, self.layout.total_bytes)
+        return host, self.addresses - np.uint64(self.begin) + np.uint64(begin)
 
 
 @dataclass(frozen=True)
@@ -538,8 +599,8 @@ class _Open:
     advance: Callable[[], None]
 
 
-def _copy(layout: Layout, source: U64, target: U64) -> None:
+def _copy(device: Device, layout: Layout, source: U64, target: U64) -> None:
     """Copy every tensor from one place in memory to another."""
     for t, nbytes in enumerate(layout.nbytes.tolist()):
         if nbytes:
-            view(int(target[t]), nbytes)[:] = view(int(source[t]), nbytes)
+            device.copy(int(target[t]), int(source[t]), nbytes)

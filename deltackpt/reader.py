@@ -72,14 +72,19 @@ class Delta:
         """Bytes of the shards."""
         return sum(f.shard.nbytes for f in self.fetched)
 
-    def staged(self, *, threads: int | None = None) -> Iterator[Staged]:
-        """Decode and check one group after the other."""
+    def groups(self) -> Iterator[tuple[int, list[Frame]]]:
+        """Yield each group's number and its frames, sorted by plane and place."""
         for fetched in self.fetched:
             for group in np.unique(fetched.index.frames["group"]).tolist():
-                try:
-                    yield decode_group(self.layout, group, fetched.frames(group), threads=threads)
-                except FormatError as exc:
-                    raise type(exc)(f"version {self.version}: {exc}") from exc
+                yield group, fetched.frames(group)
+
+    def staged(self, *, threads: int | None = None) -> Iterator[Staged]:
+        """Decode and check one group after the other."""
+        for group, frames in self.groups():
+            try:
+                yield decode_group(self.layout, group, frames, threads=threads)
+            except FormatError as exc:
+                raise type(exc)(f"version {self.version}: {exc}") from exc
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,22 @@ Storage, strides and addresses stay. No cast, no broadcast, ever. The only modul
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from deltackpt import backend
-from deltackpt.backend import Staged
+from deltackpt.backend import Cpu, Device
 from deltackpt.chain import Plan
 from deltackpt.checkpoint import Checkpoint
 from deltackpt.digest import U64, state_fingerprint
-from deltackpt.errors import ConfigError, IntegrityError, Poisoned
+from deltackpt.errors import ConfigError, FormatError, IntegrityError, Poisoned
 from deltackpt.folder import signed
 from deltackpt.kernels import view
 from deltackpt.layout import Layout
 from deltackpt.reader import AnchorSource, Delta, Reader, compare_fingerprints, named, read_chunks
+from deltackpt.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -41,29 +41,53 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Live:
-    """Tensors that are being published. addresses: contiguous bytes of each, in layout order; kept: what holds them."""
+    """Tensors that are being published. addresses: contiguous bytes of each, in layout order; kept: what holds them.
+
+    on: the torch device on which all of them are.
+    """
 
     layout: Layout
     addresses: U64
     kept: tuple[object, ...]
+    on: str
 
 
 def collect(params: Params) -> Live:
     """Return the layout and the memory of named tensors. Strided ones are copied. Raises ConfigError by name."""
     found: dict[str, tuple[str, tuple[int, ...], int, object]] = {}
+    places: dict[str, str] = {}
     for name, tensor in params.items() if isinstance(params, Mapping) else params:
         if not isinstance(name, str) or not name or name == "__metadata__":
             raise ConfigError(f"tensor name {name!r} is reserved by safetensors, or no text; rename the tensor")
         if name in found:
             raise ConfigError(f"tensor {name} is given twice (duplicate)")
         if isinstance(tensor, np.ndarray):
-            found[name] = _numpy(name, tensor)
+            found[name], places[name] = _numpy(name, tensor), "cpu"
         else:
             dtype, shape = describe(name, tensor)
             whole = bits(tensor).contiguous()
-            found[name] = (dtype, shape, whole.data_ptr(), whole)
+            found[name], places[name] = (dtype, shape, whole.data_ptr(), whole), str(tensor.device)
     layout = Layout(list(found), [f[0] for f in found.values()], [f[1] for f in found.values()])
-    return Live(layout, np.array([found[n][2] for n in layout.names], np.uint64), tuple(f[3] for f in found.values()))
+    addresses = np.array([found[n][2] for n in layout.names], np.uint64)
+    return Live(layout, addresses, tuple(f[3] for f in found.values()), one_place(places))
+
+
+def one_place(places: Mapping[str, str]) -> str:
+    """Return the torch device of all tensors, by name. Raises ConfigError where there are several."""
+    first, on = next(iter(places.items()), ("", "cpu"))
+    for name, place in places.items():
+        if place != on:
+            raise ConfigError(f"tensor {name} is on {place}, but {first} is on {on}; one device is expected")
+    return on
+
+
+def device_for(on: str, threads: int | None) -> Device:
+    """Return the backend for tensors on a torch device. Raises ConfigError, naming what to install."""
+    if on == "cpu":
+        return Cpu(threads)
+    from deltackpt.cuda import Cuda
+
+    return Cuda(on, threads)
 
 
 def _numpy(
@@ -86,8 +110,8 @@ def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
         raise ConfigError(f"tensor {name}: {tensor.dtype} has no safetensors dtype; convert it before publishing")
-    if tensor.device.type != "cpu":
-        raise ConfigError(f"tensor {name} is on {tensor.device}; this version works on CPU tensors only")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"tensor {name} is on {tensor.device}; tensors on the CPU and on NVIDIA GPUs can be used")
     if tensor.layout != torch.strided or (tensor.numel() and tensor.data_ptr() == 0):
         raise ConfigError(
             f"tensor {name}, a {type(tensor).__name__} ({tensor.layout}), has no plain memory on this host: "
@@ -111,7 +135,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TensorTarget:
-    """Live CPU tensors by name, as the target of a follower.
+    """Live tensors by name, on the CPU or on one NVIDIA GPU, as the target of a follower.
 
     The tensors stay the caller's; they are written only inside `Prepared.apply`. Names that share one storage
     are written once. Every name must be in the published layout or share the storage of one that is.
@@ -124,6 +148,13 @@ class TensorTarget:
         self._poisoned = False
         self._layout: Layout | None = None
         self._twins: dict[str, str] = {}
+        self._device: Device | None = None
+
+    def device(self, threads: int | None) -> Device:
+        """Return the backend of the device that holds the tensors."""
+        if self._device is None:
+            self._device = device_for(one_place({n: str(t.device) for n, t in self._tensors.items()}), threads)
+        return self._device
 
     def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
         """Return the version that the tensors are proven to hold; None: they must be reseeded.
@@ -172,7 +203,7 @@ class TensorTarget:
     def _fingerprints(self, layout: Layout, threads: int | None) -> U64:
         memory = self.memory(layout)
         memory.shadow(np.ones(len(layout.names), bool))
-        return backend.fingerprints(layout, memory.addresses, threads=threads)
+        return self.device(threads).fingerprints(layout, memory.addresses)
 
     def stage(self, reader: Reader, plan: Plan) -> StagedTensors:
         """Fetch, decode and check everything; the tensors are not touched."""
@@ -209,7 +240,7 @@ def _require_apart(tensors: Mapping[str, torch.Tensor]) -> None:
     if len(tensors) == 1 and next(iter(tensors.values())).is_contiguous():
         return
     storage = next(iter(tensors.values())).untyped_storage()
-    used = torch.zeros(storage.nbytes(), dtype=torch.uint8)
+    used = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=storage.device)
     for name, tensor in tensors.items():
         width = tensor.element_size()
         shape = (*tensor.shape, width)
@@ -261,7 +292,8 @@ class StagedTensors:
     """Decoded columns, ready for the one short apply."""
 
     def __init__(self, target: TensorTarget, reader: Reader, plan: Plan) -> None:
-        self.target, self.plan, self.version, self.threads = (target, plan, plan.version, reader.threads)
+        self.target, self.plan, self.version = target, plan, plan.version
+        self.threads, self.device = reader.threads, target.device(reader.threads)
         layout = target._layout
         assert layout is not None
         wanted = reader.manifest(plan.version)
@@ -271,10 +303,10 @@ class StagedTensors:
         self.anchor: AnchorSource | None = None if plan.anchor is None else reader.anchor(plan.anchor)
         if self.anchor is not None:
             self._require_twins(self.anchor.anchor.version, self.anchor.fingerprints)
-        self.deltas: list[tuple[Delta, list[Staged]]] = []
+        self.deltas: list[tuple[Delta, Sequence[object]]] = []
         for step in plan.steps:
             delta = reader.delta(step.version)
-            self.deltas.append((delta, list(delta.staged(threads=reader.threads))))
+            self.deltas.append((delta, stage_delta(self.device, delta)))
             self._require_twins(step.version, delta.fingerprints)
 
     def _require_twins(self, version: int, table: U64) -> None:
@@ -316,11 +348,11 @@ class StagedTensors:
     def _apply(self, memory: _Memory) -> list[str] | None:
         """Apply all deltas; where one does not do what was published undo them and return the names."""
         for n, ((delta, staged), step) in enumerate(zip(self.deltas, self.plan.steps, strict=True)):
-            found = backend.apply(self.layout, staged, memory.addresses, threads=self.threads)
+            found = self.device.apply(self.layout, staged, memory.addresses)
             wrong = compare_fingerprints(self.layout, found, signed(delta, step))
             if wrong:
                 for _, again in self.deltas[n::-1]:
-                    backend.apply(self.layout, again, memory.addresses, threads=self.threads)
+                    self.device.apply(self.layout, again, memory.addresses)
                 return wrong
         return None
 
@@ -328,8 +360,8 @@ class StagedTensors:
         """Overwrite every tensor from an anchor and prove the result."""
         memory = self.target.memory(self.layout)
         memory.shadow(np.ones(len(self.layout.names), bool))
-        read_anchor(anchor, memory.addresses, self.threads)
-        found = backend.fingerprints(self.layout, memory.addresses, threads=self.threads)
+        read_anchor(anchor, self.device, memory.addresses, self.threads)
+        found = self.device.fingerprints(self.layout, memory.addresses)
         memory.write_back()
         if wrong := compare_fingerprints(self.layout, found, anchor.fingerprints):
             raise Poisoned(f"anchor of version {anchor.anchor.version}: {named(wrong)} is damaged; make another anchor")
@@ -339,7 +371,19 @@ class StagedTensors:
         self.deltas.clear()
 
 
-def read_anchor(anchor: AnchorSource, where: U64, threads: int | None) -> None:
+def stage_delta(device: Device, delta: Delta) -> Sequence[object]:
+    """Decode and check a delta for a device."""
+    try:
+        return device.stage(delta.layout, delta.groups())
+    except FormatError as exc:
+        raise type(exc)(f"version {delta.version}: {exc}") from exc
+
+
+_BOUNCE = 256 << 20
+"""Bytes of host memory through which an anchor reaches a device."""
+
+
+def read_anchor(anchor: AnchorSource, device: Device, where: U64, threads: int | None) -> None:
     """Read every tensor of an anchor to its address; what lies together on both sides is read at once."""
     checkpoint: Checkpoint = anchor.checkpoint
     for number, shard in enumerate(checkpoint.placement.files):
@@ -349,22 +393,36 @@ def read_anchor(anchor: AnchorSource, where: U64, threads: int | None) -> None:
         together = (place[1:] - place[:-1] == nbytes[:-1].astype(np.uint64)) & (offset[1:] - offset[:-1] == nbytes[:-1])
         for run in np.split(np.arange(len(tensors)), np.flatnonzero(~together) + 1):
             if len(run):
-                out = memoryview(view(int(place[run[0]]), int(nbytes[run].sum()))).cast("B")
-                read_chunks(anchor.store, anchor.keys[number], out, int(offset[run[0]]), threads)
+                key, begin = anchor.keys[number], int(offset[run[0]])
+                _read_to(anchor.store, key, begin, device, int(place[run[0]]), int(nbytes[run].sum()), threads)
 
 
-def restore_into(reader: Reader, version: int, where: U64) -> None:
+def _read_to(
+    store: Store, key: str, offset: int, device: Device, address: int, nbytes: int, threads: int | None
+) -> None:
+    """Read bytes of an object to an address of a device."""
+    if isinstance(device, Cpu):
+        read_chunks(store, key, memoryview(view(address, nbytes)).cast("B"), offset, threads)
+        return
+    bounce = np.empty(min(nbytes, _BOUNCE), np.uint8)
+    for begin in range(0, nbytes, _BOUNCE):
+        part = bounce[: min(_BOUNCE, nbytes - begin)]
+        read_chunks(store, key, memoryview(part).cast("B"), offset + begin, threads)
+        device.copy(address + begin, int(part.__array_interface__["data"][0]), len(part))
+
+
+def restore_into(reader: Reader, version: int, device: Device, where: U64) -> None:
     """Write a version of the store, whole and proven, to the addresses of its layout."""
     layout = reader.layout(reader.manifest(version).layout)
     plan = reader.plan(version, local=None)
     assert plan.anchor is not None
     anchor = reader.anchor(plan.anchor)
-    read_anchor(anchor, where, reader.threads)
+    read_anchor(anchor, device, where, reader.threads)
     table = anchor.fingerprints
     for step in plan.steps:
         delta = reader.delta(step.version)
-        backend.apply(layout, delta.staged(threads=reader.threads), where, threads=reader.threads)
+        device.apply(layout, stage_delta(device, delta), where)
         table = table + signed(delta, step)
-    found = backend.fingerprints(layout, where, threads=reader.threads)
+    found = device.fingerprints(layout, where)
     if wrong := compare_fingerprints(layout, found, table):
         raise IntegrityError(f"version {version}: {named(wrong)} came out wrong; the store is damaged")

@@ -453,7 +453,7 @@ class _Rebuild:
 
     def _load(self, anchor: AnchorSource, manifest: Manifest) -> None:
         assert self._arena is not None
-        read_anchor(anchor, self._arena.addresses, self._reader.threads)
+        read_anchor(anchor, backend.Cpu(), self._arena.addresses, self._reader.threads)
         self._table = anchor.fingerprints
         self._require(manifest, self._arena, self._table, "differs in the anchor")
 
@@ -462,7 +462,7 @@ class _Rebuild:
         arena = _Arena(layout, self._scratch)
         try:
             with self._check.collect(manifest.version):
-                read_anchor(anchor, arena.addresses, self._reader.threads)
+                read_anchor(anchor, backend.Cpu(), arena.addresses, self._reader.threads)
                 self._require(manifest, arena, self._table, "differs in the anchor")
         finally:
             arena.close()

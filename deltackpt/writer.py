@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
@@ -359,23 +360,44 @@ class Writer:
                 self.store.delete(key)
 
 
+_UPLOADS = 4
+"""Shards that are put at a time; so many more wait in memory at most."""
+
+
 @dataclass
 class Upload:
-    """Shards of one attempt: collected, put, and taken back if the attempt fails."""
+    """Shards of one attempt: put by threads, and taken back if the attempt fails."""
 
     writer: Writer
     prefix: str
     keys: list[str] = field(default_factory=list)
-    shards: list[Shard] = field(default_factory=list)
-    seconds: float = 0.0
+    shards: tuple[Shard, ...] = ()
+    _puts: list[Future[Shard]] = field(default_factory=list)
+    _pool: ThreadPoolExecutor | None = None
+
+    @contextlib.contextmanager
+    def parallel(self) -> Iterator[None]:
+        """Let `put` work in threads; `shards` is filled at the end, when all are put."""
+        with ThreadPoolExecutor(_UPLOADS, thread_name_prefix="deltackpt-put") as pool:
+            self._pool = pool
+            yield
+            self.shards = tuple(put.result() for put in self._puts)
 
     def put(self, groups: list[EncodedGroup]) -> None:
-        image = assemble(f"{self.prefix}/{len(self.shards):05d}.safetensors", groups)
-        began = time.perf_counter()
-        self.keys.append(image.shard.key)
-        self.writer.store.put(image.shard.key, image.parts)
-        self.seconds += time.perf_counter() - began
-        self.shards.append(image.shard)
+        """Begin to put groups as the next shard; waits while too many are under way."""
+        assert self._pool is not None
+        number = len(self._puts)
+        key = f"{self.prefix}/{number:05d}.safetensors"
+        self.keys.append(key)
+
+        def work() -> Shard:
+            image = assemble(key, groups)
+            self.writer.store.put(key, image.parts)
+            return image.shard
+
+        self._puts.append(self._pool.submit(work))
+        if number >= 2 * _UPLOADS:
+            self._puts[number - 2 * _UPLOADS].result()
 
     def take_back(self) -> None:
         for key in self.keys:
