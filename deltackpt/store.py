@@ -1,29 +1,37 @@
-"""Stores: keys and bytes under a root. The only module that knows where a store's bytes lie.
+"""Stores: keys and bytes under a root. The only module that knows where a store's bytes lie, and that retries.
 
 A put is whole or not there at all. An exclusive create has one winner. "Cannot see" is never "not there".
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import secrets
-import shutil
-import socket
+import random
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
-from urllib.parse import unquote_to_bytes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Protocol, TypeVar
 
 from deltackpt.codec import Bytes
-from deltackpt.errors import AlreadyExists, ConfigError, IntegrityError, NotFound, StoreError, Unavailable
+from deltackpt.errors import AlreadyExists, ConfigError, IntegrityError, NotFound, Unavailable
+from deltackpt.local import LocalStore, local_path, read_exactly, store_error, sync_folder, temporary_prefix, write_all
+from deltackpt.probe import exclusive
+
+__all__ = [
+    "LocalStore", "Retrying", "Store", "open_store", "read", "read_exactly", "store_error", "sync_folder",
+    "temporary_prefix", "write_all",
+]  # fmt: skip
+
+T = TypeVar("T")
 
 
 class Store(Protocol):
-    """What the rest of the package needs of a store."""
+    """What the rest of the package needs of a store. requests: how many at a time make it fast."""
 
     url: str
+    requests: int
 
     def put(self, key: str, parts: Sequence[Bytes], *, if_absent: bool = True) -> None:
         """Write the parts, joined, under a key: durable and whole, or an error.
@@ -59,240 +67,169 @@ def read(store: Store, key: str, *, limit: int) -> bytes:
     return bytes(out)
 
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_UNKNOWN = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN}
+# ---------------------------------------------------------------- retries
+
+TRIES = 7
+FIRST_S, LONGEST_S = 0.2, 10.0
+"""Pauses between tries: at random up to 0.2 s, doubled each time. Six of them last 6 s on average, 13 s at most."""
+_COMPARED = 16 << 20
 
 
-def store_error(exc: OSError, what: str) -> StoreError:
-    """Translate an error of the operating system; the class says whether a retry can help."""
-    reason = exc.strerror or str(exc)
-    if exc.errno in _NO_SPACE:
-        return StoreError(f"{what}: no space ({reason}); free some and run again")
-    if exc.errno == errno.EROFS:
-        return StoreError(f"{what}: read-only ({reason})")
-    if exc.errno in (errno.EACCES, errno.EPERM):
-        return StoreError(f"{what}: no permission for this user ({reason})")
-    if exc.errno in _UNKNOWN:
-        return Unavailable(f"{what}: {reason}; try again")
-    return StoreError(f"{what}: {reason}")
+class Retrying:
+    """A store that asks again where an answer may come yet, with pauses that grow and are drawn at random.
 
-
-_TEMPORARY = ".tmp"
-_STALE_S = 86400.0
-"""A temporary file of another host is litter after this time."""
-
-
-def temporary_prefix() -> str:
-    """Return how names of temporary files and folders begin: they say whose they are, so that others can sweep them."""
-    return f"{socket.gethostname()}-{os.getpid()}-"
-
-
-class LocalStore:
-    """A store in a folder of a POSIX filesystem.
-
-    Every write goes to a temporary file under the root, is fsynced, and gets its name by link (exclusive) or rename,
-    followed by an fsync of the folder.
+    exclusive: whether the store's exclusive create is one, asked before the first; where it is not, there is one
+    writer by the user's word, and it looks before it writes.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = os.path.abspath(root)
-        self.url = self.root
-        self._swept = False
+    def __init__(
+        self,
+        store: Store,
+        *,
+        exclusive: Callable[[], bool] = lambda: True,
+        sleep: Callable[[float], None] = time.sleep,
+        draw: Callable[[], float] = random.random,
+        tries: int = TRIES,
+    ) -> None:
+        self.store, self.url, self.requests = store, store.url, store.requests
+        self._ask, self._sleep, self._draw, self._tries = exclusive, sleep, draw, tries
+        self._lock = threading.Lock()
+        self._exclusive: bool | None = None
 
-    def _path(self, key: str) -> str:
-        return os.path.join(self.root, *key.split("/"))
+    def _try(self, work: Callable[[], T], missed: Callable[[], None] = lambda: None) -> T:
+        for number in range(self._tries - 1):
+            try:
+                return work()
+            except Unavailable:
+                missed()
+            self._sleep(self._draw() * min(LONGEST_S, FIRST_S * 2**number))
+        return work()
+
+    def _is_exclusive(self) -> bool:
+        with self._lock:
+            if self._exclusive is None:
+                self._exclusive = self._ask()
+            return self._exclusive
 
     def put(self, key: str, parts: Sequence[Bytes], *, if_absent: bool = True) -> None:
-        """See Store.put."""
-        path = self._path(key)
-        try:
-            self._make_folder(os.path.dirname(path))
-            temporary = self._write(parts)
-        except OSError as exc:
-            raise store_error(exc, f"writing {key} in {self.root}") from exc
-        try:
-            self._name(temporary, path, os.link if if_absent else os.rename)
-        except FileExistsError as exc:
-            raise AlreadyExists(f"{key} exists already") from exc
-        except OSError as exc:
-            raise store_error(exc, f"writing {key} in {self.root}") from exc
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-        try:
-            sync_folder(os.path.dirname(path))
-        except OSError as exc:
-            raise Unavailable(f"writing {key}: {exc.strerror}, after it got its name; put it again") from exc
-
-    def _name(self, temporary: str, path: str, give: Callable[[str, str], None]) -> None:
-        try:
-            give(temporary, path)
-        except FileNotFoundError:
-            # A delete has emptied the folder since, and removed it.
-            self._make_folder(os.path.dirname(path))
-            give(temporary, path)
-
-    def _write(self, parts: Sequence[Bytes]) -> str:
-        folder = os.path.join(self.root, _TEMPORARY)
-        self._make_folder(folder)
-        if not self._swept:
-            self._sweep(folder)
-            self._swept = True
-        temporary = os.path.join(folder, temporary_prefix() + secrets.token_hex(8))
-        # The mode is left to the umask: readers may be other users.
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
+        """See Store.put. What is found to hold these bytes after an answer was lost, is ours."""
+        if if_absent and not self._is_exclusive():
             try:
-                for part in parts:
-                    write_all(fd, memoryview(part).cast("B"))
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-        return temporary
+                self.size(key)
+            except NotFound:
+                if_absent = False
+            else:
+                raise AlreadyExists(f"{key} exists already")
+        lost: list[bool] = []
+        try:
+            self._try(lambda: self.store.put(key, parts, if_absent=if_absent), partial(lost.append, True))
+        except AlreadyExists:
+            if not lost or not self._holds(key, parts):
+                raise
 
-    def _sweep(self, folder: str) -> None:
-        """Remove temporary files and folders whose writer is gone; what cannot be removed is left."""
-        host = socket.gethostname()
-        for entry in os.scandir(folder):
-            owner, _, rest = entry.name.rpartition("-")[0].rpartition("-")
-            with contextlib.suppress(OSError):
-                if owner == host and rest.isdigit():
-                    stale = not os.path.exists(f"/proc/{rest}")
-                else:
-                    stale = time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_S
-                if stale and entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                elif stale:
-                    os.unlink(entry.path)
-
-    def _make_folder(self, folder: str) -> None:
-        if os.path.isdir(folder):
-            return
-        parent = os.path.dirname(folder)
-        if parent != folder:
-            self._make_folder(parent)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder)
-        sync_folder(parent)
+    def _holds(self, key: str, parts: Sequence[Bytes]) -> bool:
+        """Say whether an object is these bytes, and nothing else."""
+        offset, nbytes = 0, self.size(key)
+        for part in parts:
+            view = memoryview(part).cast("B")
+            for begin in range(0, len(view), _COMPARED):
+                wanted = view[begin : begin + _COMPARED]
+                if offset + len(wanted) > nbytes:
+                    return False
+                found = bytearray(len(wanted))
+                self.read_into(key, memoryview(found), offset=offset)
+                if found != wanted:
+                    return False
+                offset += len(wanted)
+        return offset == nbytes
 
     def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
         """See Store.read_into."""
-        fd = self._open(key)
-        try:
-            read_exactly(fd, out, offset, key)
-        except OSError as exc:
-            raise store_error(exc, f"reading {key} in {self.root}") from exc
-        finally:
-            os.close(fd)
-
-    def _open(self, key: str) -> int:
-        try:
-            return os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as exc:
-            raise self._not_found(key) from exc
-        except OSError as exc:
-            raise store_error(exc, f"reading {key} in {self.root}") from exc
-
-    def _not_found(self, key: str) -> StoreError:
-        if not os.path.isdir(self.root):
-            return StoreError(f"{self.root} does not exist or cannot be seen; expected the folder of a store")
-        return NotFound(f"{key} is not in {self.root}")
+        self._try(lambda: self.store.read_into(key, out, offset=offset))
 
     def size(self, key: str) -> int:
         """See Store.size."""
-        try:
-            return os.stat(self._path(key)).st_size
-        except FileNotFoundError as exc:
-            raise self._not_found(key) from exc
-        except OSError as exc:
-            raise store_error(exc, f"reading {key} in {self.root}") from exc
+        return self._try(lambda: self.store.size(key))
 
     def modified(self, key: str) -> float:
         """See Store.modified."""
-        try:
-            return os.stat(self._path(key)).st_mtime
-        except FileNotFoundError as exc:
-            raise self._not_found(key) from exc
-        except OSError as exc:
-            raise store_error(exc, f"reading {key} in {self.root}") from exc
+        return self._try(lambda: self.store.modified(key))
 
     def keys(self, prefix: str, *, after: str = "") -> Iterator[str]:
-        """See Store.keys."""
-        if not os.path.isdir(self.root):
-            raise self._not_found(prefix)
-        yield from self._walk(prefix.rstrip("/"), after)
+        """See Store.keys. A listing that breaks off goes on after the last key it gave."""
+        pages: Iterator[str] | None = None
 
-    def _walk(self, folder: str, after: str) -> Iterator[str]:
-        try:
-            with os.scandir(self._path(folder)) as entries:
-                # Folders sort with their slash, so that keys come out in order.
-                found = sorted((e.name + "/" if e.is_dir() else e.name) for e in entries)
-        except FileNotFoundError:
-            return
-        except OSError as exc:
-            raise store_error(exc, f"listing {folder} in {self.root}") from exc
-        for name in found:
-            key = f"{folder}/{name}"
-            if name.endswith("/"):
-                yield from self._walk(key[:-1], after)
-            elif key > after:
-                yield key
+        def step() -> str:
+            nonlocal pages
+            try:
+                if pages is None:
+                    pages = self.store.keys(prefix, after=after)
+                return next(pages, "")
+            except Unavailable:
+                pages = None
+                raise
+
+        while key := self._try(step):
+            after = key
+            yield key
 
     def delete(self, key: str) -> None:
         """See Store.delete."""
-        path = self._path(key)
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return
-        except OSError as exc:
-            raise store_error(exc, f"deleting {key} in {self.root}") from exc
-        # A folder is no object: an empty one is litter. It may have been filled again since.
-        with contextlib.suppress(OSError):
-            os.rmdir(os.path.dirname(path))
+        self._try(lambda: self.store.delete(key))
 
 
-def write_all(fd: int, data: memoryview) -> None:
-    """Write all bytes to a descriptor."""
-    while data:
-        data = data[os.write(fd, data[: 1 << 30]) :]
+# ---------------------------------------------------------------- URLs
 
 
-def read_exactly(fd: int, out: memoryview, offset: int, what: str) -> None:
-    """Fill `out` from a descriptor. Raises IntegrityError if the file ends first."""
-    done = 0
-    while done < len(out):
-        n = os.preadv(fd, [out[done : done + (1 << 30)]], offset + done)
-        if n == 0:
-            raise IntegrityError(f"{what}: it ends at byte {offset + done}, {offset + len(out)} were expected")
-        done += n
+def open_store(
+    url: str | os.PathLike[str] | Store, *, options: Mapping[str, str] | None = None, single_writer: bool = False
+) -> Store:
+    """Return the store at a URL; a store is returned as it is. It need not exist yet, and nothing is asked of it.
 
-
-def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def open_store(url: str | os.PathLike[str]) -> Store:
-    """Return the store at a URL: a path, or `file://`. It need not exist yet."""
+    url: a path, file://, a bucket (s3://, gs://, az://, by obstore where that is installed, else by fsspec), or any
+    other URL that fsspec knows; fsspec+s3:// is by fsspec always. options: endpoint, region, path_style, profile,
+    anonymous, or what the client itself takes. single_writer: there is no other writer, so that a store which cannot
+    create exclusively will do.
+    """
+    if not isinstance(url, (str, os.PathLike)):
+        return url
     text = os.fspath(url)
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme.isalnum():
-        if scheme.lower() != "file":
-            raise ConfigError(f"{text}: stores at {scheme}:// are not supported; expected a path or file://")
-        host, _, path = rest.partition("/")
-        if host not in ("", "localhost"):
-            raise ConfigError(f"{text} names a host, {host}; expected file:/// and an absolute path")
-        if "#" in path or "?" in path:
-            raise ConfigError(f"{text}: # and ? end the path of a URL; percent-encode them, or give a plain path")
-        return LocalStore(os.fsdecode(unquote_to_bytes("/" + path)))
-    if not text:
-        raise ConfigError("the store URL is empty; expected a path or file://")
-    return LocalStore(text)
+    if "::" in text and "://" in text:
+        raise ConfigError(f"{text}: chained URLs go through caches; name the store itself")
+    scheme, separator, _ = text.partition("://")
+    if not separator or not scheme.replace("+", "").replace("-", "").isalnum():
+        if not text:
+            raise ConfigError("the store URL is empty; expected a path, file:// or a bucket as s3://bucket/prefix")
+        return LocalStore(text)
+    if scheme.lower() == "file":
+        return LocalStore(local_path(text))
+    remote = open_remote(text, options)
+    ask = partial(exclusive, Retrying(remote), remote.place, single_writer=single_writer)
+    return Retrying(remote, exclusive=ask)
+
+
+class _Remote(Store, Protocol):
+    """A store on a server. place: its endpoint and bucket, which all stores there share."""
+
+    place: str
+
+
+def open_remote(url: str, options: Mapping[str, str] | None = None) -> _Remote:
+    """Return the store at a URL as its client gives it: every request is one try."""
+    scheme, _, rest = url.partition("://")
+    forced, plus, inner = scheme.lower().partition("+")
+    if plus and forced == "fsspec":
+        scheme, url = inner, f"{inner}://{rest}"
+    else:
+        plus, scheme = "", scheme.lower()
+        url = f"{scheme}://{rest}"
+    from deltackpt import fsspecstore, obstorestore
+
+    if scheme in obstorestore.SCHEMES and not plus and find_spec("obstore") is not None:
+        from deltackpt.remote import parse
+
+        return obstorestore.ObstoreStore(parse(url), options)
+    if scheme in ("file", "local"):
+        raise ConfigError(f"{url}: fsspec writes local files in place; name the path itself")
+    fsspecstore.require_known(scheme, url)
+    return fsspecstore.FsspecStore(url, options)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import make_cases
 import pytest
+import servers
 from hypothesis import settings
 
 # Shared and slow machines: a time limit per example would fail at random.
@@ -29,3 +32,33 @@ def cases(tmp_path: Path) -> Callable[[str], Path]:
         return tmp_path / name
 
     return build
+
+
+# ---------------------------------------------------------------- S3 servers, started when the first test needs them
+
+
+def _server(
+    start: Callable[[Path], contextlib.AbstractContextManager[servers.Server]], factory: pytest.TempPathFactory
+) -> Iterator[servers.Server]:
+    with start(factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """SeaweedFS: a real S3 server."""
+    yield from _server(servers.seaweedfs, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[servers.Server]:
+    """moto: a mock of S3."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    with servers.moto() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    """A server that ignores conditional writes."""
+    yield from _server(servers.rclone, tmp_path_factory)

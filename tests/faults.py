@@ -21,7 +21,8 @@ class FaultStore:
     """Wraps a store. `operations` lists what was asked for, as "put manifests/0.json".
 
     at: number of the operation that fails, from 1 on, None for never; counts only those in `kinds` (put, read_into,
-    size, keys, delete, modified), all by default. when: "before" the store has seen it, or "after", which is a lost answer.
+    size, keys, delete, modified), all by default. when: "before" the store has seen it, or "after", which is a lost
+    answer.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class FaultStore:
         kinds: Collection[str] = ("put", "read_into", "size", "keys", "delete", "modified"),
         error: Callable[[], Exception] = _lost,
     ) -> None:
-        self.store, self.url = store, store.url
+        self.store, self.url, self.requests = store, store.url, store.requests
         self.at, self.when, self.kinds, self.error = at, when, kinds, error
         self.operations: list[str] = []
         self._lock = threading.Lock()

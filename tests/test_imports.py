@@ -14,16 +14,19 @@ import deltackpt
 PACKAGE = Path(deltackpt.__file__).parent
 
 ORDER = [
-    "errors", "digest", "layout", "manifest", "chain", "codec", "shard", "jit", "kernels", "store", "checkpoint",
-    "backend", "reader", "folder", "tensors", "follow", "writer", "anchor", "publish", "verify", "lease",
-    "prune", "mirror", "ledger", "watch", "control", "baselines", "bench", "cli", "cli_fleet", "cli_store",
+    "errors", "digest", "layout", "manifest", "chain", "codec", "shard", "jit", "kernels", "local", "remote",
+    "probe", "fsspecstore", "obstorestore", "store", "checkpoint", "backend", "cuda", "reader", "folder", "tensors",
+    "follow", "writer", "anchor", "publish", "verify", "lease", "prune", "mirror", "ledger", "watch", "control",
+    "baselines", "bench", "cli", "cli_fleet", "cli_store",
 ]  # fmt: skip
 """Each module imports only modules to its left."""
 
 OUTSIDE = {"__init__", "__main__"}
 """They may import every module, and none may import them."""
 
-HEAVY = ("torch", "numba", "llvmlite", "fsspec", "rich", "click", "safetensors", "ml_dtypes")
+HEAVY = (
+    "torch", "numba", "llvmlite", "fsspec", "obstore", "s3fs", "botocore", "rich", "click", "safetensors", "ml_dtypes",
+)  # fmt: skip
 
 
 def modules() -> list[str]:
