@@ -64,13 +64,15 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def in_order(work: Callable[[A], B], items: Iterable[A], threads: int | None) -> Iterator[B]:
+def in_order(
+    work: Callable[[A], B], items: Iterable[A], threads: int | None, *, pool: ThreadPoolExecutor | None = None
+) -> Iterator[B]:
     """Yield work(item) in order while at most a few more than `threads` items are under way."""
     threads = threads or default_threads()
     if threads == 1:
         yield from map(work, items)
         return
-    pool, waiting = _pool(threads), deque[Future[B]]()
+    pool, waiting = pool or _pool(threads), deque[Future[B]]()
     try:
         for item in items:
             waiting.append(pool.submit(work, item))

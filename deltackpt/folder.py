@@ -54,7 +54,7 @@ from deltackpt.errors import (
 from deltackpt.kernels import fingerprint, view
 from deltackpt.layout import Layout, Segments
 from deltackpt.manifest import LEVEL, Placement, Shard, decode
-from deltackpt.reader import Delta, Fetched, Reader, compare_fingerprints, named
+from deltackpt.reader import Delta, Fetched, Reader, compare_fingerprints, named, requests
 from deltackpt.shard import ShardImage, assemble, parse_index
 from deltackpt.store import LocalStore, Store, store_error, sync_folder
 
@@ -483,7 +483,7 @@ class _Source:
             out = files[run.target][run.target_offset + begin :][:n]
             self.store.read_into(self.keys[run.source], out, offset=run.source_offset + begin)
 
-        for _ in backend.in_order(work, chunks, threads):
+        for _ in requests(self.store, work, chunks, threads):
             pass
 
 

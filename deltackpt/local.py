@@ -57,7 +57,7 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.path.abspath(root)
         self.url = self.root
-        self.requests = len(os.sched_getaffinity(0))
+        self.requests = 0
         self._swept = False
 
     def _path(self, key: str) -> str:

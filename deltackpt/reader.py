@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -35,6 +39,9 @@ from deltackpt.manifest import (
 )
 from deltackpt.shard import Frame, Index, header_length, parse_header, parse_index
 from deltackpt.store import LocalStore, Store, read
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 _MAX_OBJECT = 1 << 30
 _CHUNK = 16 << 20
@@ -246,7 +253,7 @@ class Reader:
         """
         manifest = self.manifest(version)
         layout = self.layout(manifest.layout)
-        fetched = tuple(self.fetch(s, layout, version) for s in manifest.shards)
+        fetched = tuple(self._fetch_all(manifest.shards, layout, version))
         groups = [g for f in fetched for g in np.unique(f.index.frames["group"]).tolist()]
         present = np.flatnonzero(np.unpackbits(np.frombuffer(manifest.present, np.uint8), bitorder="little"))
         if sorted(groups) != present.tolist():
@@ -266,15 +273,46 @@ class Reader:
         return Delta(version, layout, fetched, total)
 
     def fetch(self, shard: Shard, layout: Layout, version: int) -> Fetched:
-        what = f"version {version}: shard {shard.key}"
-        nbytes = self.store.size(shard.key)
-        if nbytes != shard.nbytes:
-            raise IntegrityError(f"{what}: {nbytes} bytes found, {shard.nbytes} expected; fetch it again")
-        data = memoryview(np.empty(nbytes, np.uint8)).cast("B")
-        read_chunks(self.store, shard.key, data, 0, self.threads)
-        if xxhash.xxh3_128_hexdigest(data) != shard.xxh3_128:
-            raise IntegrityError(f"{what}: checksum differs{_where(shard, data, layout)}; fetch it again")
-        return Fetched(shard, parse_index(shard, data, layout), data)
+        """Fetch one shard and check it."""
+        (fetched,) = self._fetch_all((shard,), layout, version)
+        return fetched
+
+    def _fetch_all(self, shards: Sequence[Shard], layout: Layout, version: int) -> Iterator[Fetched]:
+        """Fetch shards with several requests at a time; each is checked while the next ones come."""
+
+        def check(shard: Shard) -> None:
+            nbytes = self.store.size(shard.key)
+            if nbytes != shard.nbytes:
+                raise IntegrityError(
+                    f"version {version}: shard {shard.key}: {nbytes} bytes found, {shard.nbytes} expected; "
+                    "fetch it again"
+                )
+
+        # Before room is made for what a manifest claims.
+        for _ in requests(self.store, check, shards, self.threads):
+            pass
+
+        def pieces() -> Iterator[_Piece]:
+            for shard in shards:
+                data = memoryview(np.empty(shard.nbytes, np.uint8)).cast("B")
+                for begin in range(0, max(1, shard.nbytes), _CHUNK):
+                    yield _Piece(shard, data, begin)
+
+        def get(piece: _Piece) -> _Piece:
+            out = piece.data[piece.begin : piece.begin + _CHUNK]
+            self.store.read_into(piece.shard.key, out, offset=piece.begin)
+            return piece
+
+        for piece in requests(self.store, get, pieces(), self.threads):
+            shard, data = piece.shard, piece.data
+            if piece.begin + _CHUNK < shard.nbytes:
+                continue
+            if xxhash.xxh3_128_hexdigest(data) != shard.xxh3_128:
+                raise IntegrityError(
+                    f"version {version}: shard {shard.key}: checksum differs{_where(shard, data, layout)}; "
+                    "fetch it again"
+                )
+            yield Fetched(shard, parse_index(shard, data, layout), data)
 
     def check_frames(self, fetched: Fetched) -> None:
         """Raise IntegrityError unless every frame has its own checksum too (range reads rely on it)."""
@@ -427,10 +465,38 @@ def pruned_key_of(key: str) -> str:
     return pruned_key(int(name)) if name.isascii() and name.isdigit() else ""
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a shard that one request fetches into its place in `data`."""
+
+    shard: Shard
+    data: memoryview = field(repr=False)
+    begin: int
+
+
+@lru_cache
+def _pool(requests: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(requests, thread_name_prefix="deltackpt-get")
+
+
+# Threads do not survive a fork.
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def requests(store: Store, work: Callable[[A], B], items: Iterable[A], threads: int | None) -> Iterator[B]:
+    """Yield work(item) in order, with as many requests at a time as make the store fast.
+
+    They wait in threads of their own: a server has time for more of them than this host has CPUs.
+    """
+    if store.requests:
+        return in_order(work, items, store.requests, pool=_pool(store.requests))
+    return in_order(work, items, threads)
+
+
 def read_chunks(store: Store, key: str, out: memoryview, offset: int, threads: int | None) -> None:
     """Fill `out` from an object with several requests at a time."""
     begins = range(0, len(out), _CHUNK)
-    for _ in in_order(lambda b: store.read_into(key, out[b : b + _CHUNK], offset=offset + b), begins, threads):
+    for _ in requests(store, lambda b: store.read_into(key, out[b : b + _CHUNK], offset=offset + b), begins, threads):
         pass
 
 

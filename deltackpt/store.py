@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 
 class Store(Protocol):
-    """What the rest of the package needs of a store. requests: how many at a time make it fast."""
+    """What the rest of the package needs of a store.
+
+    requests: how many at a time make it fast; 0: as many as there are threads to work with.
+    """
 
     url: str
     requests: int
