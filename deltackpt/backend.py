@@ -283,20 +283,50 @@ def decode_group(layout: Layout, group: int, frames: Sequence[Frame], *, threads
 
     Nothing is allocated before the sizes that the frames announce have been held against the layout.
     """
+    columns = decode_columns(layout, group, frames, threads=threads)
+    jit, pieces = use_jit(layout), slices(layout.groups[group], columns, PIECE)
+    try:
+        for _ in in_order(lambda s: check(s, columns, jit=jit), pieces, threads):
+            pass
+    except FormatError as exc:
+        raise type(exc)(f"group {group} ({layout.group_names(group)}): {exc}") from exc
+    return Staged(group, columns)
+
+
+def _allocate(nbytes: int) -> U8:
+    return np.empty(nbytes, np.uint8)
+
+
+def decode_columns(
+    layout: Layout,
+    group: int,
+    frames: Sequence[Frame],
+    *,
+    threads: int | None = None,
+    allocate: Callable[[int], U8] = _allocate,
+) -> Columns:
+    """Decode the frames of a group into columns; positions are yet to be checked.
+
+    The columns lie one after the other (counts, gaps, values, dense) in memory that `allocate` gives: once, when its
+    size is known and has been held against the layout.
+    """
     segments = layout.groups[group]
     try:
         if frames and frames[0].plane == MASK:
-            columns = _decode_mask(segments, frames, threads, use_jit(layout))
+            found = _decode_mask(segments, frames, threads, use_jit(layout))
+            k, d = found.gaps.shape[1], found.dense.shape[1]
+            columns = _columns_in(
+                allocate(2 * segments.tiles + (2 + segments.width) * k + segments.width * d), segments, k, d
+            )
+            for part, source in zip(vars(columns).values(), vars(found).values(), strict=True):
+                part[...] = source
         else:
-            columns = _decode_planes(segments, frames, threads)
-            jit = use_jit(layout)
-            for _ in in_order(lambda s: check(s, columns, jit=jit), slices(segments, columns, PIECE), threads):
-                pass
+            columns = _decode_planes(segments, frames, threads, allocate)
         if not np.any(columns.counts):
             raise FormatError("it holds no change")
     except FormatError as exc:
         raise type(exc)(f"group {group} ({layout.group_names(group)}): {exc}") from exc
-    return Staged(group, columns)
+    return columns
 
 
 def _decompress(frame: Frame) -> Bytes:
@@ -309,7 +339,9 @@ def _decompress(frame: Frame) -> Bytes:
     return codecs.decode(frame.codec, stored, frame.raw)
 
 
-def _decode_planes(segments: Segments, frames: Sequence[Frame], threads: int | None) -> Columns:
+def _decode_planes(
+    segments: Segments, frames: Sequence[Frame], threads: int | None, allocate: Callable[[int], U8]
+) -> Columns:
     width = segments.width
     of_plane: dict[int, list[Frame]] = {}
     for frame in frames:
@@ -319,17 +351,25 @@ def _decode_planes(segments: Segments, frames: Sequence[Frame], threads: int | N
         raise FormatError(f"planes {sorted(of_plane)} where {sorted(expected)} are possible")
     counts = np.empty(2 * segments.tiles, np.uint8)
     _fill({COUNTS: counts}, of_plane, threads)
-    columns_counts = counts.view("<u2")
-    k, d = require_counts(segments.tile_lengths, columns_counts)
+    k, d = require_counts(segments.tile_lengths, counts.view("<u2"))
     sizes = {p: k for p in (GAP, GAP + 1, *range(VALUE, VALUE + width))}
     sizes |= {p: d for p in range(DENSE, DENSE + width)}
     for plane, nbytes in sizes.items():
         _require_frames(plane, of_plane.get(plane, []), nbytes)
-    gaps, values, dense = (np.empty((2, k), np.uint8), np.empty((width, k), np.uint8), np.empty((width, d), np.uint8))
-    rows = {GAP + i: gaps[i] for i in range(2)}
-    rows |= {VALUE + i: values[i] for i in range(width)} | {DENSE + i: dense[i] for i in range(width)}
+    columns = _columns_in(allocate(len(counts) + (2 + width) * k + width * d), segments, k, d)
+    columns.counts[:] = counts.view("<u2")
+    rows = {GAP + i: columns.gaps[i] for i in range(2)}
+    rows |= {VALUE + i: columns.values[i] for i in range(width)} | {DENSE + i: columns.dense[i] for i in range(width)}
     _fill(rows, of_plane, threads)
-    return Columns(columns_counts, gaps, values, dense)
+    return columns
+
+
+def _columns_in(memory: U8, segments: Segments, k: int, d: int) -> Columns:
+    """Return columns that lie in `memory` one after the other: counts, gaps, values, dense."""
+    parts = np.split(memory, np.cumsum([2 * segments.tiles, 2 * k, segments.width * k]))
+    counts, gaps, values, dense = parts
+    width = segments.width
+    return Columns(counts.view("<u2"), gaps.reshape(2, k), values.reshape(width, k), dense.reshape(width, d))
 
 
 def _require_frames(plane: int, frames: Sequence[Frame], nbytes: int) -> None:

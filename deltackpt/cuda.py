@@ -20,9 +20,9 @@ import numpy as np
 
 from deltackpt import backend
 from deltackpt import codec as codecs
-from deltackpt.backend import Staged
 from deltackpt.digest import U64
-from deltackpt.errors import ConfigError, Poisoned
+from deltackpt.errors import ConfigError, FormatError, Poisoned
+from deltackpt.kernels import require_counts
 from deltackpt.layout import TILE, Layout
 from deltackpt.shard import COUNTS, DENSE, GAP, PLANE_FRAME, VALUE, EncodedGroup, Frame
 
@@ -68,7 +68,7 @@ class _Kernels:
             temporary = cached.with_suffix(f".{os.getpid()}")
             temporary.write_bytes(bytes(code.code))
             temporary.replace(cached)
-        names = ("extract_1", "extract_2", "extract_4", "extract_8", "compact", "scan", "apply", "fingerprint")
+        names = ("extract_1", "extract_2", "extract_4", "extract_8", "compact", "scan", "check", "apply", "fingerprint")
         self._kernels = {n: code.get_kernel(n) for n in names}
 
     def __call__(self, name: str, blocks: int, threads: int, *args: Any) -> None:
@@ -159,7 +159,7 @@ class Extraction:
 
     def __init__(self, layout: Layout, tables: _Tables, codec: str, threads: int | None) -> None:
         self.layout, self.tables, self._codec, self._threads = layout, tables, codecs.NAMES.index(codec), threads
-        self.columns: list[_DeviceGroup] = []
+        self.columns: list[_Columns] = []
         self.ready: list[torch.cuda.Event] = []
         self.fp: U64 = np.empty(0, np.uint64)
         self.changed: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, np.int64)
@@ -167,30 +167,31 @@ class Extraction:
     def groups(self) -> Iterator[EncodedGroup]:
         """Yield the encoded groups, sorted."""
         tasks = [
-            (i, plane, raw[begin : begin + _TASK])
-            for i, group in enumerate(self.columns)
-            for plane, raw in group.planes(self.layout).items()
+            (place.group, self.ready[i], plane, raw[begin : begin + _TASK])
+            for i, columns in enumerate(self.columns)
+            for place in columns.places
+            for plane, raw in columns.planes(place).items()
             for begin in range(0, len(raw), _TASK)
         ]
 
-        def work(task: tuple[int, int, Any]) -> tuple[int, list[Frame]]:
-            i, plane, raw = task
-            self.ready[i].synchronize()
+        def work(task: tuple[int, torch.cuda.Event, int, Any]) -> tuple[int, list[Frame]]:
+            group, ready, plane, raw = task
+            ready.synchronize()
             begins = range(0, len(raw), PLANE_FRAME)
-            return i, [backend.compress(plane, 0, self._codec, raw[b : b + PLANE_FRAME], False) for b in begins]
+            return group, [backend.compress(plane, 0, self._codec, raw[b : b + PLANE_FRAME], False) for b in begins]
 
         waiting: list[Frame] = []
-        at = 0
-        for i, frames in backend.in_order(work, tasks, self._threads):
-            if i != at:
+        at = -1
+        for group, frames in backend.in_order(work, tasks, self._threads):
+            if group != at and waiting:
                 yield self._group(at, waiting)
-                waiting, at = [], i
+                waiting = []
+            at = group
             waiting += frames
         if waiting:
             yield self._group(at, waiting)
 
-    def _group(self, i: int, frames: list[Frame]) -> EncodedGroup:
-        group = self.columns[i].group
+    def _group(self, group: int, frames: list[Frame]) -> EncodedGroup:
         rows = slice(*self.tables.row_begin[group : group + 2])
         touched = np.flatnonzero(self.changed[rows])
         tensor = self.tables.tensor[rows][touched]
@@ -198,6 +199,8 @@ class Extraction:
 
     def advance(self, base: U64) -> None:
         """Apply the columns at the addresses of the base."""
+        for ready in self.ready:
+            ready.synchronize()
         apply(StagedColumns(self.layout, self.tables.device, self.columns), base)
 
 
@@ -309,93 +312,124 @@ class _Window:
         self.sparse, self.dense = sparse, dense
 
     def to_host(self, result: Extraction, copies: torch.cuda.Stream) -> None:
-        """Start copies of the planes to pinned memory, group by group."""
+        """Start the copy of all columns to pinned memory."""
         import torch
 
+        changed = np.flatnonzero((np.diff(self.k) > 0) | (np.diff(self.d) > 0)).tolist()
+        if not changed:
+            return
+        k, d = int(self.k[-1]), int(self.d[-1])
+        places = [
+            _Place(
+                self.groups[i], int(self.tables.tile_begin[self.groups[i]]) - self.first, int(self.k[i]), int(self.d[i])
+            )
+            for i in changed
+        ]
+        nbytes = 2 * self.tiles + (2 + self.width) * k + self.width * d
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         copies.wait_stream(torch.cuda.current_stream())
-        for i, g in enumerate(self.groups):
-            (k, k_end), (d, d_end) = self.k[i : i + 2].tolist(), self.d[i : i + 2].tolist()
-            if (k, d) == (k_end, d_end):
-                continue
-            tiles = slice(*(self.tables.tile_begin[g : g + 2] - self.first).tolist())
-            counts = self.counts[tiles].view(torch.uint8)
-            n, m, at = k_end - k, d_end - d, len(counts)
-            nbytes = at + (2 + self.width) * n + self.width * m
-            host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            with torch.cuda.stream(copies):
-                host[:at].copy_(counts, non_blocking=True)
-                for planes, begin, end in ((self.sparse, k, k_end), (self.dense, d, d_end)):
-                    for plane in planes:
-                        host[at : at + end - begin].copy_(plane[begin:end], non_blocking=True)
-                        at += end - begin
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                event.record()
-            result.columns.append(_DeviceGroup(g, host, n, m))
-            result.ready.append(event)
-        for tensor in (self.counts, self.sparse, self.dense):
-            tensor.record_stream(copies)
+        at = 0
+        with torch.cuda.stream(copies):
+            for part in (self.counts.view(torch.uint8), self.sparse.view(-1), self.dense.view(-1)):
+                host[at : at + len(part)].copy_(part, non_blocking=True)
+                part.record_stream(copies)
+                at += len(part)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            event.record()
+        result.columns.append(_Columns(self.layout, host, self.tiles, k, d, tuple(places)))
+        result.ready.append(event)
 
 
 # ---------------------------------------------------------------- stage and apply
 
 
 @dataclass(frozen=True)
-class _DeviceGroup:
-    """Columns of a group in one pinned buffer: counts, gap.0, gap.1, value.0 .., dense.0 ..; k, d: plane lengths."""
+class _Place:
+    """Where a group's columns begin: its first tile, sparse change and dense element."""
 
     group: int
-    host: torch.Tensor
+    tile: int
     k: int
     d: int
 
-    def planes(self, layout: Layout) -> dict[int, np.ndarray[Any, np.dtype[np.uint8]]]:
-        """Return the planes that are not empty, by number, sorted."""
-        raw, segments = self.host.numpy(), layout.groups[self.group]
-        sizes = {COUNTS: 2 * segments.tiles, GAP: self.k, GAP + 1: self.k}
-        sizes |= {VALUE + j: self.k for j in range(segments.width)} | {DENSE + j: self.d for j in range(segments.width)}
-        planes, at = {}, 0
-        for plane, nbytes in sizes.items():
-            if nbytes:
-                planes[plane] = raw[at : at + nbytes]
-            at += nbytes
-        return planes
+
+@dataclass(frozen=True)
+class _Columns:
+    """Columns of groups of one width in one pinned buffer: counts, gap.0, gap.1, value.0 .., dense.0 ..
+
+    k, d: bytes of a sparse and of a dense plane.
+    """
+
+    layout: Layout
+    host: torch.Tensor
+    tiles: int
+    k: int
+    d: int
+    places: tuple[_Place, ...]
+
+    def planes(self, place: _Place) -> dict[int, np.ndarray[Any, np.dtype[np.uint8]]]:
+        """Return the planes of a group that are not empty, by number, sorted."""
+        segments, raw, at = self.layout.groups[place.group], self.host.numpy(), 2 * self.tiles
+        width = segments.width
+        counts = raw[2 * place.tile : 2 * (place.tile + segments.tiles)]
+        k, d = require_counts(segments.tile_lengths, counts.view("<u2"))
+        found = {COUNTS: counts}
+        for plane in (GAP, GAP + 1, *range(VALUE, VALUE + width)):
+            found[plane] = raw[at + place.k : at + place.k + k]
+            at += self.k
+        for plane in range(DENSE, DENSE + width):
+            found[plane] = raw[at + place.d : at + place.d + d]
+            at += self.d
+        return {plane: p for plane, p in found.items() if len(p)}
 
 
 class StagedColumns:
     """Columns of a version in device memory, ready for the one launch."""
 
-    def __init__(self, layout: Layout, device: torch.device, groups: Sequence[_DeviceGroup]) -> None:
+    def __init__(self, layout: Layout, device: torch.device, columns: Sequence[_Columns]) -> None:
         import torch
 
         self.layout, self.tables, self.device = layout, _tables(layout, device), device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        records = np.zeros(len(groups), _GROUP)
-        self._held: list[torch.Tensor] = []
-        before = 0
-        with torch.cuda.stream(self._stream):
-            for i, group in enumerate(sorted(groups, key=lambda g: g.group)):
-                width = layout.groups[group.group].width
-                first, last = self.tables.tile_begin[group.group : group.group + 2].tolist()
-                columns = group.host.to(device, non_blocking=True)
-                offset = torch.empty(last - first, dtype=torch.int64, device=device)
-                gaps = columns.data_ptr() + 2 * (last - first)
-                values = gaps + 2 * group.k
-                records[i] = (
-                    columns.data_ptr(), gaps, values, values + width * group.k, offset.data_ptr(),
-                    group.k, group.d, first, last - first, width, before,
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        records = np.zeros(sum(len(c.places) for c in columns), _GROUP)
+        self.tiles = sum(layout.groups[p.group].tiles for c in columns for p in c.places)
+        before = row = 0
+        with torch.cuda.stream(stream):
+            self._bad = torch.full((1,), -1, dtype=torch.int32, device=device)
+            offset = torch.empty(max(1, self.tiles), dtype=torch.int64, device=device)
+            self._held = [offset]
+            for part in columns:
+                memory = part.host.to(device, non_blocking=True)
+                self._held += [memory, part.host]
+                gaps = memory.data_ptr() + 2 * part.tiles
+                for place in part.places:
+                    segments = layout.groups[place.group]
+                    values = gaps + 2 * part.k
+                    records[row] = (
+                        memory.data_ptr() + 2 * place.tile, gaps + place.k, values + place.k,
+                        values + segments.width * part.k + place.d, offset.data_ptr() + 8 * before, part.k, part.d,
+                        self.tables.tile_begin[place.group], segments.tiles, segments.width, before,
+                    )  # fmt: skip
+                    before += segments.tiles
+                    row += 1
+            self.groups = row
+            self._records = torch.from_numpy(records.view(np.uint8)).to(device)
+            if row:
+                kernels = _kernels(device.index or 0)
+                kernels("scan", row, 1024, *self.tables.rows, self._records)
+                kernels(
+                    "check", -(-self.tiles * 32 // _THREADS), _THREADS, *self.tables.rows, self._records,
+                    np.uint32(row), np.uint32(self.tiles), self._bad,
                 )  # fmt: skip
-                before += last - first
-                self._held += [columns, offset, group.host]
-            self.tiles, self.groups = before, len(groups)
-            self._records = torch.from_numpy(records.view(np.uint8).copy()).to(device)
-            if groups:
-                _kernels(device.index or 0)("scan", len(groups), 1024, *self.tables.rows, self._records)
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._done.record(self._stream)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._done.record(stream)
 
     def wait(self) -> None:
-        """Return when everything is in device memory."""
+        """Return when everything is in device memory and checked. Raises FormatError for a change outside its tile."""
         self._done.synchronize()
+        bad = int(self._bad.item())
+        if bad >= 0:
+            raise FormatError(f"tile {bad} of the version: its last change lies outside the tile")
 
     def apply(self, rows: torch.Tensor, fp: torch.Tensor) -> None:
         """Launch the apply on torch's current stream; `fp` is added to, per row."""
@@ -413,31 +447,27 @@ class StagedColumns:
 def stage(
     layout: Layout, encoded: Iterable[tuple[int, Sequence[Frame]]], device: torch.device, *, threads: int | None = None
 ) -> StagedColumns:
-    """Decode and check groups on the CPU, side by side, and bring their columns to the device.
+    """Decode groups on the CPU, side by side, into pinned memory; bring their columns to the device, check them there.
 
     encoded: group number and its frames, sorted by plane and place. Raises FormatError before anything is applied.
     """
 
-    def work(item: tuple[int, Sequence[Frame]]) -> _DeviceGroup:
-        group, frames = item
-        return _pin(layout, backend.decode_group(layout, group, frames, threads=1))
-
-    return StagedColumns(layout, device, list(backend.in_order(work, encoded, threads)))
-
-
-def _pin(layout: Layout, staged: Staged) -> _DeviceGroup:
     import torch
 
-    columns = staged.columns
-    parts = (
-        columns.counts.view(np.uint8),
-        columns.gaps.reshape(-1),
-        columns.values.reshape(-1),
-        columns.dense.reshape(-1),
-    )
-    host = torch.empty(sum(map(len, parts)), dtype=torch.uint8, pin_memory=True)
-    np.concatenate(parts, out=host.numpy())
-    return _DeviceGroup(staged.group, host, columns.gaps.shape[1], columns.dense.shape[1])
+    def work(item: tuple[int, Sequence[Frame]]) -> _Columns:
+        group, frames = item
+
+        held: list[torch.Tensor] = []
+
+        def allocate(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+            held.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
+            return held[0].numpy()
+
+        columns = backend.decode_columns(layout, group, frames, threads=1, allocate=allocate)
+        tiles, k, d = len(columns.counts), columns.gaps.shape[1], columns.dense.shape[1]
+        return _Columns(layout, held[0], tiles, k, d, (_Place(group, 0, 0, 0),))
+
+    return StagedColumns(layout, device, list(backend.in_order(work, encoded, threads)))
 
 
 def apply(staged: StagedColumns, tensors: U64) -> U64:

@@ -256,10 +256,11 @@ compact(u32 tiles, u32 width, const u16* counts, const u32* place, const u64* of
 
 // ---------------------------------------------------------------- stage
 
-// Columns of one group in device memory. offset: per tile, sparse changes (low 32 bits) and dense elements before it.
+// Columns of one group in device memory, planes at strides of k and d. offset: per tile, sparse changes (low 32 bits) and
+// dense elements before it.
 struct Group {
   const u16* counts;
-  const u8 *gaps, *values, *dense;  // planes at strides of k and d
+  const u8 *gaps, *values, *dense;
   u64* offset;
   u64 k, d;
   u32 first_tile, tiles, width, before;  // before: tiles of the groups before it in this launch
@@ -297,8 +298,6 @@ extern "C" __global__ void scan(ROWS, const Group* groups) {
   }
 }
 
-// ---------------------------------------------------------------- apply
-
 __device__ __forceinline__ const Group* find(const Group* groups, int n, u32 at) {
   int low = 0, high = n - 1;
   while (low < high) {
@@ -307,6 +306,25 @@ __device__ __forceinline__ const Group* find(const Group* groups, int n, u32 at)
   }
   return groups + low;
 }
+
+// One warp a tile: its last position, which is the largest, must be inside. bad: a tile of the launch where it is not.
+extern "C" __global__ void __launch_bounds__(THREADS)
+check(ROWS, const Group* groups, u32 n_groups, u32 tiles, int* bad) {
+  u32 at = (u32)(((u64)blockIdx.x * THREADS + threadIdx.x) >> 5);
+  int lane = threadIdx.x & 31;
+  if (at >= tiles) return;
+  const Group& g = *find(groups, n_groups, at);
+  u32 t = at - g.before, tile = g.first_tile + t;
+  u16 n = g.counts[t];
+  if (n == 0 || n == DENSE) return;
+  u64 left = count[tile_row[tile]] - (u64)tile_index[tile] * TILE, k = g.offset[t] & 0xFFFFFFFFull;
+  u32 sum = 0;
+  for (int i = lane; i < n; i += 32) sum += 1 + g.gaps[k + i] + (g.gaps[g.k + k + i] << 8);
+  sum = warp_sum(sum);
+  if (lane == 0 && sum > (left < TILE ? left : TILE)) atomicMax(bad, (int)at);
+}
+
+// ---------------------------------------------------------------- apply
 
 // One warp a tile: a prefix sum of the gaps gives the positions.
 template <int W>

@@ -76,7 +76,9 @@ def run(form: str, density: float, gb: float, versions: int, store: Path, target
     assert prepared is not None
     prepared.apply()
     for n in trainer:
-        assert torch.equal(trainer[n].view(torch.uint8), sampler[n].view(torch.uint8).to(source)), n
+        assert torch.equal(
+            trainer[n].reshape(-1).view(torch.uint8), sampler[n].reshape(-1).view(torch.uint8).to(source)
+        ), n
     torch.cuda.synchronize()
     baseline = torch.cuda.memory_allocated(source)
     torch.cuda.reset_peak_memory_stats(source)
@@ -96,7 +98,10 @@ def run(form: str, density: float, gb: float, versions: int, store: Path, target
         torch.cuda.synchronize()
         applied = time.perf_counter() - began
         rows.append((blocked, published, staged - published, applied - staged, applied, manifest.totals.stored))
-    exact = all(torch.equal(trainer[n].view(torch.uint8), sampler[n].view(torch.uint8).to(source)) for n in trainer)
+    exact = all(
+        torch.equal(trainer[n].reshape(-1).view(torch.uint8), sampler[n].reshape(-1).view(torch.uint8).to(source))
+        for n in trainer
+    )
     peak = torch.cuda.max_memory_allocated(source) - baseline
     publisher.close()
     shutil.rmtree(store)
