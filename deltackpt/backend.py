@@ -6,10 +6,11 @@ Kernels and codecs release the GIL, so threads run side by side.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -67,7 +68,11 @@ def default_threads() -> int:
 def in_order(
     work: Callable[[A], B], items: Iterable[A], threads: int | None, *, pool: ThreadPoolExecutor | None = None
 ) -> Iterator[B]:
-    """Yield work(item) in order while at most a few more than `threads` items are under way."""
+    """Yield work(item) in order while about twice `threads` items are under way.
+
+    However it ends, no work is under way after that, nor begins: memory that it uses may be given back. A signal
+    handler may raise anywhere in here. Who leaves before the last item has to close the iterator.
+    """
     threads = threads or default_threads()
     if threads == 1:
         yield from map(work, items)
@@ -75,18 +80,45 @@ def in_order(
     pool, waiting = pool or _pool(threads), deque[Future[B]]()
     try:
         for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) > threads + 2:
-                yield waiting.popleft().result()
+            # Known before it is begun: between the two an exception may come.
+            waiting.append(Future())
+            pool.submit(_fulfil, waiting[-1], work, item)
+            if len(waiting) > 2 * threads + 2:  # one slow item must not leave the others idle
+                yield _first(waiting)
         while waiting:
-            yield waiting.popleft().result()
+            yield _first(waiting)
     finally:
-        # After an error nothing may go on writing to memory that the caller is about to free.
-        for future in waiting:
-            future.cancel()
-        for future in waiting:
-            if not future.cancelled():
-                future.exception()
+        interrupt: BaseException | None = None
+        while waiting:
+            try:
+                for future in waiting:
+                    future.cancel()
+                for future in waiting:
+                    if not future.cancelled():
+                        future.exception()
+                waiting.clear()
+            except BaseException as exc:  # raised when all has ended
+                interrupt = exc
+        if interrupt is not None:
+            raise interrupt
+
+
+def _fulfil(future: Future[B], work: Callable[[A], B], item: A) -> None:
+    """Do a piece of work in a thread of a pool, unless it was cancelled."""
+    try:
+        if future.set_running_or_notify_cancel():
+            future.set_result(work(item))
+    except BaseException as exc:  # handed to the thread that asks
+        future.set_exception(exc)
+    finally:
+        del future  # its error knows this frame
+
+
+def _first(waiting: deque[Future[B]]) -> B:
+    """Return the first result, and forget it only then: who is interrupted while he waits still knows it."""
+    result = waiting[0].result()
+    waiting.popleft()
+    return result
 
 
 def row_addresses(segments: Segments, tensors: U64) -> U64:
@@ -119,10 +151,11 @@ class _Plane:
 
 def encode(
     layout: Layout, old: U64, new: U64, *, codec: str = "zstd", form: str = "sparse", threads: int | None = None
-) -> Iterator[EncodedGroup]:
+) -> Generator[EncodedGroup, None, None]:
     """Yield the groups in which two copies of the tensors differ.
 
-    old, new: u64 address of each tensor's contiguous bytes, in layout order; the caller keeps them alive and unchanged.
+    old, new: u64 address of each tensor's contiguous bytes, in layout order; the caller keeps them alive and unchanged
+    until the last group is there or the generator is closed.
     codec: of the frames; with form "mask" the inner codec, and zstd around it. form: "sparse" or "mask".
     """
     if codec not in codecs.NAMES or codec == "ans":
@@ -459,8 +492,8 @@ def apply(
 class Encoding(Protocol):
     """What is about to be published: encoded groups, and the way to bring the base to it."""
 
-    def groups(self) -> Iterator[EncodedGroup]:
-        """Yield the changed groups, once."""
+    def groups(self) -> Generator[EncodedGroup, None, None]:
+        """Yield the changed groups, once; closed, it reads no tensor any more."""
 
     def advance(self, base: U64) -> None:
         """Apply what `groups` has yielded at the addresses of the base."""
@@ -531,13 +564,14 @@ class Cpu:
 class _CpuEncoding:
     device: Cpu
     layout: Layout
-    encoded: Iterator[EncodedGroup]
+    encoded: Generator[EncodedGroup, None, None]
     kept: list[EncodedGroup] = field(default_factory=list)
 
-    def groups(self) -> Iterator[EncodedGroup]:
-        for group in self.encoded:
-            self.kept.append(group)
-            yield group
+    def groups(self) -> Generator[EncodedGroup, None, None]:
+        with contextlib.closing(self.encoded):
+            for group in self.encoded:
+                self.kept.append(group)
+                yield group
 
     def advance(self, base: U64) -> None:
         for group in self.kept:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -164,7 +164,7 @@ class Extraction:
         self.fp: U64 = np.empty(0, np.uint64)
         self.changed: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, np.int64)
 
-    def groups(self) -> Iterator[EncodedGroup]:
+    def groups(self) -> Generator[EncodedGroup, None, None]:
         """Yield the encoded groups, sorted."""
         tasks = [
             (place.group, self.ready[i], plane, raw[begin : begin + _TASK])

@@ -206,6 +206,17 @@ class Layout:
         first, last = self.names[int(tensor[0])], self.names[int(tensor[-1])]
         return first if first == last else f"{first} .. {last}"
 
+    def has(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Say whether these tensors, in any order, are the ones of this layout."""
+        if len(names) != len(self.names):
+            return False
+        position = self.position
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            i = position.get(name)
+            if i is None or self.dtypes[i] != dtype or self.shapes[i] != shape:
+                return False
+        return True
+
     def require_same(self, other: Layout) -> None:
         """Raise ConfigError naming the first tensor in which `other` differs from this layout."""
         if self.digest == other.digest:

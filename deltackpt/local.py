@@ -13,7 +13,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from urllib.parse import unquote_to_bytes
 
 from deltackpt.codec import Bytes
@@ -104,8 +104,8 @@ class LocalStore:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             try:
-                for part in parts:
-                    write_all(fd, memoryview(part).cast("B"))
+                for piece in _joined(parts):
+                    write_all(fd, piece)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -217,6 +217,27 @@ class LocalStore:
         # A folder is no object: an empty one is litter. It may have been filled again since.
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(path))
+
+
+_JOIN = 1 << 20
+"""Parts are joined into writes of about this many bytes: a shard has thousands of small ones."""
+
+
+def _joined(parts: Iterable[Bytes]) -> Iterator[memoryview]:
+    """Yield the bytes of the parts in fewer pieces; large parts are not copied."""
+    small = bytearray()
+    for part in parts:
+        piece = memoryview(part).cast("B")
+        if len(piece) < _JOIN // 4:
+            small += piece
+            piece = piece[:0]
+        if small and (piece or len(small) >= _JOIN):
+            yield memoryview(bytes(small))
+            small.clear()
+        if piece:
+            yield piece
+    if small:
+        yield memoryview(bytes(small))
 
 
 def write_all(fd: int, data: memoryview) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -54,13 +54,14 @@ class _Encoded:
     times: dict[str, float]
 
 
-def _put_all(writer: Writer, upload: Upload, layout: Layout, groups: Iterator[EncodedGroup]) -> _Encoded:
+def _put_all(writer: Writer, upload: Upload, layout: Layout, groups: Generator[EncodedGroup, None, None]) -> _Encoded:
     """Put all groups as they come, several shards at a time."""
     began = time.perf_counter()
     change, numbers = np.zeros(len(layout.names), np.uint64), set()
     changed = changed_bytes = 0
     waiting: list[EncodedGroup] = []
-    with upload.parallel():
+    # Closed before the caller gives back the memory that is compared.
+    with upload.parallel(), contextlib.closing(groups):
         for group in groups:
             change[group.tensor] += group.fingerprint
             numbers.add(group.group)
@@ -81,7 +82,7 @@ def _delta(
     writer: Writer,
     upload: Upload,
     source: Weights,
-    groups: Iterator[EncodedGroup],
+    groups: Generator[EncodedGroup, None, None],
     times: dict[str, float] | None = None,
 ) -> Draft:
     """Return the draft of what leads from the head to the source, by the groups in which they differ."""
@@ -102,7 +103,7 @@ def _delta(
 
 def publish_folder(
     checkpoint: str,
-    url: str,
+    url: str | Store,
     *,
     base: str | None = None,
     mirror: str | None = None,
@@ -178,7 +179,7 @@ def _require_apart(folder: Folder, store: Store) -> None:
             )
 
 
-def _add_anchor(writer: Writer, url: str, scratch: str | None, anchor_source: str | None) -> None:
+def _add_anchor(writer: Writer, url: str | Store, scratch: str | None, anchor_source: str | None) -> None:
     """Make an anchor of the version that was just committed if one is due; what fails here does not undo the commit."""
     assert writer.head is not None
     version = writer.head.manifest.version
@@ -189,7 +190,7 @@ def _add_anchor(writer: Writer, url: str, scratch: str | None, anchor_source: st
         _log.warning("version %d is committed, but an anchor that is due was not made: %s", version, exc)
 
 
-def _bring(path: str, url: str, entry: Entry | None, anchor_source: str | None, threads: int | None) -> None:
+def _bring(path: str, url: str | Store, entry: Entry | None, anchor_source: str | None, threads: int | None) -> None:
     """Bring a folder to a version; weights of no version are replaced."""
     assert entry is not None
     with Follower(url, CheckpointTarget(path), anchor_source=anchor_source, threads=threads) as follower:
@@ -257,7 +258,7 @@ def _base(writer: Writer, base: str | None, scratch: str | None, anchor_source: 
         yield known
         return
     with scratch_folder(writer.store, scratch) as rebuilt:
-        _bring(rebuilt, writer.store.url, head, anchor_source, writer.reader.threads)
+        _bring(rebuilt, writer.store, head, anchor_source, writer.reader.threads)
         yield open_folder(rebuilt)
 
 
@@ -313,7 +314,7 @@ class Publisher:
 
     def __init__(
         self,
-        url: str,
+        url: str | Store,
         *,
         serving: str | None = None,
         run_id: str | None = None,
@@ -324,7 +325,7 @@ class Publisher:
         anchors: bool = True,
         threads: int | None = None,
     ) -> None:
-        self.url, self._codec, self._form, self._anchors = url, codec, form, anchors
+        self._where, self._codec, self._form, self._anchors = url, codec, form, anchors
         self._serving = open_folder(serving) if serving is not None else None
         self._writer = Writer(open_store(url), run_id=run_id, resume=resume, new_lineage=new_lineage, threads=threads)
         self._threads = threads
@@ -359,7 +360,7 @@ class Publisher:
         self._join()
         self._raise_background()
         self._settle()
-        live = collect(params)
+        live = collect(params, self._base.layout if self._base is not None else None)
         writer = self._writer
         writer.require_step(step)
         device = device_for(live.on, self._threads)
@@ -372,11 +373,12 @@ class Publisher:
             self._take(base)
         if self._base is None:
             return Pending(partial(self._first, live.layout, live.addresses, device, step, metadata))
-        self._base.layout.require_same(live.layout)
+        if live.layout is not self._base.layout:
+            self._base.layout.require_same(live.layout)
         if type(self._base.device) is not type(device):
             raise ConfigError(f"these tensors are on {live.on}, those before were elsewhere; make a new Publisher")
         old = self._base.addresses
-        encoding = device.encode(live.layout, old, live.addresses, codec=self._codec, form=self._form)
+        encoding = device.encode(self._base.layout, old, live.addresses, codec=self._codec, form=self._form)
         work = partial(self._next, encoding, live.addresses, step, metadata)
         self._flight = Pending(work, detached=device.detached)
         return self._flight
@@ -480,7 +482,7 @@ class Publisher:
     def _start_anchor(self) -> None:
         if self._anchors and self._background is None and anchor_due(self._writer.reader):
             version = self._writer.head.manifest.version  # type: ignore[union-attr]  # something was just committed
-            self._background = _Background(lambda: make_anchor(self.url, version, threads=1))
+            self._background = _Background(lambda: make_anchor(self._where, version, threads=1))
 
     def _raise_background(self) -> None:
         if self._background is not None and self._background.done():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -39,6 +40,11 @@ _DTYPES = {
 """Names of torch dtypes and of the same dtypes in safetensors."""
 
 
+@lru_cache(maxsize=64)
+def _dtype_of(dtype: object) -> str | None:
+    return _DTYPES.get(str(dtype).removeprefix("torch."))
+
+
 @dataclass(frozen=True)
 class Live:
     """Tensors that are being published. addresses: contiguous bytes of each, in layout order; kept: what holds them.
@@ -52,33 +58,40 @@ class Live:
     on: str
 
 
-def collect(params: Params) -> Live:
-    """Return the layout and the memory of named tensors. Strided ones are copied. Raises ConfigError by name."""
+def collect(params: Params, known: Layout | None = None) -> Live:
+    """Return the layout and the memory of named tensors. Strided ones are copied. Raises ConfigError by name.
+
+    known: a layout that they may have; then it is that very object, with all that was derived from it.
+    """
     found: dict[str, tuple[str, tuple[int, ...], int, object]] = {}
-    places: dict[str, str] = {}
+    places: dict[str, object] = {}
+    host = "cpu"
     for name, tensor in params.items() if isinstance(params, Mapping) else params:
         if not isinstance(name, str) or not name or name == "__metadata__":
             raise ConfigError(f"tensor name {name!r} is reserved by safetensors, or no text; rename the tensor")
         if name in found:
             raise ConfigError(f"tensor {name} is given twice (duplicate)")
         if isinstance(tensor, np.ndarray):
-            found[name], places[name] = _numpy(name, tensor), "cpu"
+            found[name], places[name] = _numpy(name, tensor), host
         else:
             dtype, shape = describe(name, tensor)
-            whole = bits(tensor).contiguous()
-            found[name], places[name] = (dtype, shape, whole.data_ptr(), whole), str(tensor.device)
-    layout = Layout(list(found), [f[0] for f in found.values()], [f[1] for f in found.values()])
+            whole = tensor if tensor.is_contiguous() else bits(tensor).contiguous()
+            found[name], places[name] = (dtype, shape, whole.data_ptr(), whole), tensor.device
+    dtypes, shapes = [f[0] for f in found.values()], [f[1] for f in found.values()]
+    layout = (
+        known if known is not None and known.has(list(found), dtypes, shapes) else Layout(list(found), dtypes, shapes)
+    )
     addresses = np.array([found[n][2] for n in layout.names], np.uint64)
     return Live(layout, addresses, tuple(f[3] for f in found.values()), one_place(places))
 
 
-def one_place(places: Mapping[str, str]) -> str:
+def one_place(places: Mapping[str, object]) -> str:
     """Return the torch device of all tensors, by name. Raises ConfigError where there are several."""
     first, on = next(iter(places.items()), ("", "cpu"))
-    for name, place in places.items():
-        if place != on:
-            raise ConfigError(f"tensor {name} is on {place}, but {first} is on {on}; one device is expected")
-    return on
+    if len(set(map(str, set(places.values())))) > 1:
+        name, place = next((n, p) for n, p in places.items() if str(p) != str(on))
+        raise ConfigError(f"tensor {name} is on {place}, but {first} is on {on}; one device is expected")
+    return str(on)
 
 
 def device_for(on: str, threads: int | None) -> Device:
@@ -107,7 +120,7 @@ def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     torch = sys.modules.get("torch")  # whoever passes a tensor has imported it
     if torch is None or not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"tensor {name} is a {type(tensor).__name__}; expected a torch tensor or a numpy array")
-    dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    dtype = _dtype_of(tensor.dtype)
     if dtype is None:
         raise ConfigError(f"tensor {name}: {tensor.dtype} has no safetensors dtype; convert it before publishing")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -153,7 +166,7 @@ class TensorTarget:
     def device(self, threads: int | None) -> Device:
         """Return the backend of the device that holds the tensors."""
         if self._device is None:
-            self._device = device_for(one_place({n: str(t.device) for n, t in self._tensors.items()}), threads)
+            self._device = device_for(one_place({n: t.device for n, t in self._tensors.items()}), threads)
         return self._device
 
     def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
