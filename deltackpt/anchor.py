@@ -177,7 +177,7 @@ def scratch_folder(store: Store, scratch: str | None) -> Iterator[str]:
 
 
 def make_anchor(
-    url: str,
+    url: str | Store,
     version: int | None = None,
     *,
     scratch: str | None = None,

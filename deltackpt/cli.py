@@ -12,10 +12,13 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import click
@@ -61,9 +64,14 @@ _SHOWN = 20
 
 @dataclass
 class Output:
-    """How the running command answers. json: one object on stdout instead of text, also for an error."""
+    """How the running command answers. json: one object on stdout instead of text, also for an error.
+
+    storage, single_writer: how it opens stores.
+    """
 
     json: bool = False
+    storage: dict[str, str] = field(default_factory=dict)
+    single_writer: bool = False
 
     def result(self, fields: Mapping[str, object], text: str) -> None:
         """Print what a command found."""
@@ -120,6 +128,26 @@ def _stage(text: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let the first Ctrl-C end the command in good order, and a second one the process, at once."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+
+    def first(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is first:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def _reported(ctx: click.Context) -> Iterator[None]:
     """Turn errors into one line and the exit code of their class."""
     output: Output = ctx.obj
@@ -173,7 +201,7 @@ class _Cli(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
-        with _messages(), _reported(ctx):
+        with _messages(), _reported(ctx), _interruptible():
             return super().invoke(ctx)
 
 
@@ -185,6 +213,34 @@ def _set_json(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
 _json_option = click.option(
     "--json", is_flag=True, expose_value=False, is_eager=True, callback=_set_json,
     help="Print one JSON object on stdout, also for an error.",
+)  # fmt: skip
+
+
+def _set_storage(ctx: click.Context, param: click.Parameter, pairs: tuple[str, ...]) -> None:
+    ctx.obj.storage.update(_pairs(ctx, param, pairs))
+
+
+def _set_single_writer(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    ctx.obj.single_writer = value
+
+
+def _open(url: str) -> Store:
+    """Open a store by the options of the running command."""
+    from deltackpt.store import open_store
+
+    output: Output = click.get_current_context().obj
+    return open_store(url, options=output.storage, single_writer=output.single_writer)
+
+
+_storage_option = click.option(
+    "--storage-option", multiple=True, expose_value=False, callback=_set_storage, metavar="KEY=VALUE",
+    envvar="DELTACKPT_STORAGE_OPTION", show_envvar=True,
+    help="How to reach a bucket: endpoint, region, path_style, profile, anonymous, or a setting of its client; may be "
+    "given several times. [default: the usual AWS environment]",
+)  # fmt: skip
+_single_writer_option = click.option(
+    "--single-writer", is_flag=True, expose_value=False, callback=_set_single_writer,
+    help="Promise that nobody else writes, where a server ignores conditional writes.",
 )  # fmt: skip
 _threads_option = click.option(
     "--threads", type=click.IntRange(min=1), envvar="DELTACKPT_THREADS", metavar="N",
@@ -219,7 +275,8 @@ def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> N
 def cli() -> None:
     """Publish model weights as exact XOR deltas, and follow them.
 
-    STORE is a folder (or file:// URL) that holds versions, CKPT and DEST are checkpoint folders of safetensors files.
+    STORE is a folder (or file:// URL) or a bucket (s3://bucket/prefix, gs://, az://) that holds versions, CKPT and DEST
+    are checkpoint folders of safetensors files.
 
     \b
       deltackpt publish out/step-100 /mnt/fs/run7 --step 100
@@ -306,7 +363,7 @@ def _milliseconds(times: Mapping[str, float]) -> dict[str, float]:
 # ---------------------------------------------------------------- publish
 
 
-def _metadata(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
+def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
     found = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -349,7 +406,7 @@ def _text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> st
     help="How changes are stored: as sparse columns, or as the XOR mask.",
 )  # fmt: skip
 @click.option(
-    "--metadata", multiple=True, callback=_metadata, metavar="KEY=VALUE",
+    "--metadata", multiple=True, callback=_pairs, metavar="KEY=VALUE",
     help="Text to keep in the manifest; may be given several times.",
 )  # fmt: skip
 @click.option(
@@ -359,6 +416,8 @@ def _text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> st
 @_anchor_source_option
 @_scratch_option
 @_threads_option
+@_storage_option
+@_single_writer_option
 @_json_option
 @click.pass_obj
 def publish(
@@ -393,7 +452,7 @@ def publish(
 
     with _stage(f"publishing {checkpoint}"):
         manifest = publish_folder(
-            checkpoint, store, base=base, step=step, run_id=run_id, resume=resume, new_lineage=new_lineage,
+            checkpoint, _open(store), base=base, step=step, run_id=run_id, resume=resume, new_lineage=new_lineage,
             relayout=relayout, anchor_ref=anchor_ref, mirror=mirror,
             anchor_source=anchor_source, anchors=not no_anchors, codec=codec, form=form,
             scratch=scratch, metadata=metadata, threads=threads,
@@ -442,6 +501,7 @@ def publish(
 )  # fmt: skip
 @_anchor_source_option
 @_threads_option
+@_storage_option
 @_json_option
 @click.pass_obj
 def pull(
@@ -473,7 +533,7 @@ def pull(
     target = CheckpointTarget(dest, mode=mode, lock=lock)
     with (
         _stage(f"pulling into {dest}") as say,
-        Follower(store, target, anchor_source=anchor_source, threads=threads) as follower,
+        Follower(_open(store), target, anchor_source=anchor_source, threads=threads) as follower,
     ):
         if step is not None:
             version = _version_of_step(follower.reader, step)
@@ -528,6 +588,7 @@ def _version_of_step(reader: Reader, step: int) -> int:
     "--limit", type=click.IntRange(min=1), metavar="N",
     help=f"Show the newest N versions. [default: {_SHOWN}; with --json all]",
 )  # fmt: skip
+@_storage_option
 @_json_option
 @click.pass_obj
 def log(output: Output, store: str, limit: int | None) -> None:
@@ -541,10 +602,9 @@ def log(output: Output, store: str, limit: int | None) -> None:
       deltackpt log /mnt/fs/run7 --limit 100 --json
     """
     from deltackpt.reader import Reader
-    from deltackpt.store import open_store
     from deltackpt.verify import listed_versions
 
-    opened = open_store(store)
+    opened = _open(store)
     reader = Reader(opened)
     if limit is None and not output.json:
         limit = _SHOWN
@@ -574,6 +634,7 @@ def _log_text(store: str, manifests: Sequence[Manifest]) -> str:
 @cli.command()
 @click.argument("store", type=_PATH)
 @click.argument("version", type=click.IntRange(min=0), required=False)
+@_storage_option
 @_json_option
 @click.pass_obj
 def show(output: Output, store: str, version: int | None) -> None:
@@ -588,10 +649,9 @@ def show(output: Output, store: str, version: int | None) -> None:
     import msgspec
 
     from deltackpt.reader import Reader
-    from deltackpt.store import open_store
     from deltackpt.verify import listed_versions, read_entry
 
-    opened = open_store(store)
+    opened = _open(store)
     reader = Reader(opened)
     _ = reader.info  # where there is no store, say that
     if version is None:
@@ -653,6 +713,7 @@ def _words(value: object) -> str:
 @_anchor_source_option
 @_scratch_option
 @_threads_option
+@_storage_option
 @_json_option
 @click.pass_obj
 def verify(
@@ -674,18 +735,17 @@ def verify(
       deltackpt verify /mnt/fs/run7 --deep --scratch /dev/shm
       deltackpt verify /models/policy --against /mnt/fs/run7
     """
-    from deltackpt.store import open_store
     from deltackpt.verify import verify_folder, verify_store
 
     if against is not None:
         if deep:
             raise click.UsageError("--deep is for a store; a local folder is always checked in full.")
         with _stage(f"checking {path}"):
-            local = verify_folder(path, open_store(against), threads=threads)
+            local = verify_folder(path, _open(against), threads=threads)
         fields, lines = _folder_report(path, against, local)
         _finish(output, fields, lines, local.problems, path)
         return
-    store = open_store(path)
+    store = _open(path)
     _require_store(store, path)
     with _stage(f"checking {path}") as say:
         found = verify_store(
@@ -774,6 +834,8 @@ def _finish(
 @_anchor_source_option
 @_scratch_option
 @_threads_option
+@_storage_option
+@_single_writer_option
 @_json_option
 @click.pass_obj
 def anchor(
@@ -791,7 +853,7 @@ def anchor(
     from deltackpt.anchor import make_anchor
 
     with _stage(f"making an anchor in {store}"):
-        made = make_anchor(store, version, scratch=scratch, anchor_source=anchor_source, threads=threads)
+        made = make_anchor(_open(store), version, scratch=scratch, anchor_source=anchor_source, threads=threads)
     nbytes = sum(f.nbytes for f in made.files)
     fields = {
         "store": store, "version": made.version, "folder": made.folder, "source": made.source,
@@ -844,15 +906,21 @@ def bench(output: Output, old: str, new: str, limit: int, repeats: int) -> None:
 
 @cli.command()
 @click.argument("path", type=_PATH, metavar="[STORE|DEST]", required=False)
+@click.option(
+    "--write-probe", type=_PATH, metavar="URL",
+    help="Try what the store at URL can do, by some 40 small objects that are removed again.",
+)  # fmt: skip
+@_storage_option
 @_json_option
 @click.pass_obj
-def doctor(output: Output, path: str | None) -> None:
+def doctor(output: Output, path: str | None, write_probe: str | None) -> None:
     """Describe this machine, a STORE or a local DEST.
 
     \b
       deltackpt doctor
       deltackpt doctor /mnt/fs/run7
       deltackpt doctor /models/policy --json
+      deltackpt doctor --write-probe s3://bucket/run7
     """
     fields: dict[str, object] = {"machine": _doctor_machine(path)}
     if path is not None:
@@ -860,6 +928,8 @@ def doctor(output: Output, path: str | None) -> None:
             fields["dest"] = _doctor_dest(path)
         else:
             fields["store"] = _doctor_store(path)
+    if write_probe is not None:
+        fields["probe"] = _doctor_probe(output, write_probe)
     lines = []
     for part in fields.values():
         assert isinstance(part, dict)
@@ -925,10 +995,10 @@ def _compiled_kernels() -> int:
 
 def _doctor_store(path: str) -> dict[str, object]:
     from deltackpt.reader import Reader
-    from deltackpt.store import LocalStore, open_store
+    from deltackpt.store import LocalStore
     from deltackpt.verify import listed_versions, read_entry
 
-    store = open_store(path)
+    store = _open(path)
     reader = Reader(store)
     fields: dict[str, object] = {"store": store.url, "store_id": reader.info.store_id, "format": reader.info.format}
     if isinstance(store, LocalStore):
@@ -944,6 +1014,20 @@ def _doctor_store(path: str) -> dict[str, object]:
             "run_id": manifest.run_id, "bytes_raw": manifest.totals.raw,
         }  # fmt: skip
     return fields
+
+
+def _doctor_probe(output: Output, url: str) -> dict[str, object]:
+    from deltackpt.probe import flaws
+    from deltackpt.store import probe_store
+
+    with _stage(f"trying {url}"):
+        found = probe_store(url, options=output.storage)
+    tiers = {1: "1, all that is needed", 2: "2, safe to write to, but", 3: "3, only with --single-writer:"}
+    return {
+        "url": found.url, "tier": found.tier, "verdict": " ".join([tiers[found.tier], "; ".join(flaws(found))]).strip(),
+        "exclusive_create": found.exclusive, "one_winner_of_a_race": found.race, "range_reads": found.ranges,
+        "listed_at_once": found.listed, "deletes": found.deletes, "clock_skew_s": found.skew_s,
+    }  # fmt: skip
 
 
 def _doctor_dest(path: str) -> dict[str, object]:

@@ -22,7 +22,10 @@ from deltackpt.cli import (
     Output,
     _anchor_source_option,
     _json_option,
+    _open,
     _printable,
+    _single_writer_option,
+    _storage_option,
     _text,
     _threads_option,
     age,
@@ -94,6 +97,7 @@ _lease_url_option = click.option(
 )  # fmt: skip
 @_anchor_source_option
 @_threads_option
+@_storage_option
 @_json_option
 @click.pass_obj
 def watch(
@@ -134,7 +138,6 @@ def watch(
     from deltackpt import control as http
     from deltackpt import watch as module
     from deltackpt.lease import require_name
-    from deltackpt.store import open_store
 
     if hold and control is None:
         raise click.UsageError("--hold needs --control: nothing could give an order otherwise.")
@@ -151,9 +154,10 @@ def watch(
         if wake is not None:
             stack.enter_context(module.fifo(wake, pace))
         watcher = module.Watcher(
-            store, dest, channel=channel, mode=mode, poll_s=poll_s, give_up_s=give_up_s, hold=hold, reseed=reseed,
-            command=command, lease_store=None if no_lease else open_store(lease_url or store), lease_name=lease_id,
-            heartbeat=heartbeat, lock=lock, anchor_source=anchor_source, threads=threads, pace=pace, say=say,
+            _open(store), dest, channel=channel, mode=mode, poll_s=poll_s, give_up_s=give_up_s, hold=hold,
+            reseed=reseed, command=command, lease_store=None if no_lease else _open(lease_url or store),
+            lease_name=lease_id, heartbeat=heartbeat, lock=lock, anchor_source=anchor_source, threads=threads,
+            pace=pace, say=say,
         )  # fmt: skip
         if metrics_port is not None:
             port = stack.enter_context(http.serve_metrics(watcher, metrics_port))
@@ -302,6 +306,8 @@ def _expected(_ctx: click.Context, _param: click.Parameter, value: str | None) -
     help="Only if the channel names version OLD now; `none`: only if it names none yet.",
 )  # fmt: skip
 @click.option("--note", default="", callback=_text, help="Text to keep with the setting.")
+@_storage_option
+@_single_writer_option
 @_json_option
 @click.pass_obj
 def channel_set(output: Output, store: str, name: str, version: int, expect: int | str | None, note: str) -> None:
@@ -312,15 +318,15 @@ def channel_set(output: Output, store: str, name: str, version: int, expect: int
       deltackpt channel set /mnt/fs/run7 rollout 4201 --expect 4200 --note 'reward 0.31'
     """
     from deltackpt.lease import set_channel
-    from deltackpt.store import open_store
 
-    made = set_channel(open_store(store), name, version, expect=expect, note=note)
+    made = set_channel(_open(store), name, version, expect=expect, note=note)
     output.result({"store": store, **_channel_fields(made)}, f"{store}: channel {name} names version {made.version}")
 
 
 @channel.command("get")
 @click.argument("store", type=_PATH)
 @click.argument("name")
+@_storage_option
 @_json_option
 @click.pass_obj
 def channel_get(output: Output, store: str, name: str) -> None:
@@ -330,9 +336,8 @@ def channel_get(output: Output, store: str, name: str) -> None:
       deltackpt channel get /mnt/fs/run7 rollout
     """
     from deltackpt.lease import read_channel
-    from deltackpt.store import open_store
 
-    found = read_channel(open_store(store), name)
+    found = read_channel(_open(store), name)
     if found is None:
         raise NotFound(f"{store} has no channel {name}; deltackpt channel set makes one, deltackpt status lists them")
     output.result({"store": store, **_channel_fields(found)}, str(found.version))
@@ -352,6 +357,7 @@ def _channel_fields(found: Channel) -> dict[str, object]:
 @click.command()
 @click.argument("store", type=_PATH)
 @_lease_url_option
+@_storage_option
 @_json_option
 @click.pass_obj
 def status(output: Output, store: str, lease_url: str | None) -> None:
@@ -363,15 +369,14 @@ def status(output: Output, store: str, lease_url: str | None) -> None:
     """
     from deltackpt.lease import channels, leases
     from deltackpt.reader import Reader
-    from deltackpt.store import open_store
     from deltackpt.verify import listed_versions, read_entry
 
-    opened = open_store(store)
+    opened = _open(store)
     store_id = Reader(opened).info.store_id
     found = listed_versions(opened)
     head = read_entry(opened, found[-1]).manifest if found else None
     named, now = channels(opened), time.time()
-    held = leases(open_store(lease_url) if lease_url else opened, store_id=store_id)
+    held = leases(_open(lease_url) if lease_url else opened, store_id=store_id)
     newest = None
     if head is not None:
         newest = {

@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deltackpt.cli import _PATH, Output, _json_option, _stage, _threads_option, age, columns, count, size
+from deltackpt.cli import (
+    _PATH,
+    Output,
+    _json_option,
+    _open,
+    _single_writer_option,
+    _stage,
+    _storage_option,
+    _threads_option,
+    age,
+    columns,
+    count,
+    size,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -73,6 +86,8 @@ _lease_url_option = click.option(
     help="Seconds between declaring data gone and removing it.",
 )  # fmt: skip
 @_lease_url_option
+@_storage_option
+@_single_writer_option
 @_json_option
 @click.pass_obj
 def prune(
@@ -96,12 +111,11 @@ def prune(
       deltackpt prune /mnt/fs/run7 --budget 2TB --yes
     """
     from deltackpt.prune import prune_store
-    from deltackpt.store import open_store
 
-    leases = open_store(lease_url) if lease_url is not None else None
+    leases = _open(lease_url) if lease_url is not None else None
     with _stage(f"looking at {store}"):
         report = prune_store(
-            open_store(store), keep=keep, keep_every=keep_every, budget=budget, dry_run=not yes, grace_s=grace,
+            _open(store), keep=keep, keep_every=keep_every, budget=budget, dry_run=not yes, grace_s=grace,
             lease_store=leases,
         )  # fmt: skip
     fields = {
@@ -160,6 +174,8 @@ def _span(run: list[Row]) -> str:
 @click.argument("name", required=False)
 @click.argument("version", type=click.IntRange(min=0), required=False)
 @click.option("--delete", is_flag=True, help="Remove the tag; the version may then be pruned.")
+@_storage_option
+@_single_writer_option
 @_json_option
 @click.pass_obj
 def tag(output: Output, store: str, name: str | None, version: int | None, delete: bool) -> None:
@@ -173,9 +189,8 @@ def tag(output: Output, store: str, name: str | None, version: int | None, delet
       deltackpt tag /mnt/fs/run7 best-eval --delete
     """
     from deltackpt.prune import delete_tag, set_tag, tags
-    from deltackpt.store import open_store
 
-    opened = open_store(store)
+    opened = _open(store)
     if name is None:
         if delete:
             raise click.UsageError("--delete needs the name of a tag.")
@@ -225,6 +240,8 @@ def _terminable() -> Iterator[None]:
 )  # fmt: skip
 @_lease_url_option
 @_threads_option
+@_storage_option
+@_single_writer_option
 @_json_option
 @click.pass_obj
 def mirror(
@@ -249,12 +266,11 @@ def mirror(
     import logging
 
     from deltackpt.mirror import Mirror
-    from deltackpt.store import open_store
 
-    leases = open_store(lease_url) if lease_url is not None else None
+    leases = _open(lease_url) if lease_url is not None else None
     log = logging.getLogger("deltackpt")
     job = Mirror(
-        open_store(src), open_store(dst), start=start, lease_store=leases, threads=threads, say=log.warning
+        _open(src), _open(dst), start=start, lease_store=leases, threads=threads, say=log.warning
     )  # fmt: skip
     if not watch:
         with _stage(f"mirroring {src}"):

@@ -11,7 +11,7 @@ from typing import Protocol
 from deltackpt.chain import Entry, Plan
 from deltackpt.errors import ChainError, NotFound, Unavailable
 from deltackpt.reader import Reader
-from deltackpt.store import open_store
+from deltackpt.store import Store, open_store
 
 POLL_S = 1.0
 """Seconds between two looks for a new version."""
@@ -76,7 +76,7 @@ class Follower:
     """Follows the store at `url` with one target. Not for use by several threads at once."""
 
     def __init__(
-        self, url: str, target: Target, *, anchor_source: str | None = None, threads: int | None = None
+        self, url: str | Store, target: Target, *, anchor_source: str | None = None, threads: int | None = None
     ) -> None:
         self.target = target
         self.reader = Reader(open_store(url), anchor_source=anchor_source, threads=threads)

@@ -17,11 +17,11 @@ from typing import Protocol, TypeVar
 from deltackpt.codec import Bytes
 from deltackpt.errors import AlreadyExists, ConfigError, IntegrityError, NotFound, Unavailable
 from deltackpt.local import LocalStore, local_path, read_exactly, store_error, sync_folder, temporary_prefix, write_all
-from deltackpt.probe import exclusive
+from deltackpt.probe import Found, exclusive, probe, remember
 
 __all__ = [
-    "LocalStore", "Retrying", "Store", "open_store", "read", "read_exactly", "store_error", "sync_folder",
-    "temporary_prefix", "write_all",
+    "LocalStore", "Retrying", "Store", "open_store", "probe_store", "read", "read_exactly", "store_error",
+    "sync_folder", "temporary_prefix", "write_all",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -209,6 +209,18 @@ def open_store(
     remote = open_remote(text, options)
     ask = partial(exclusive, Retrying(remote), remote.place, single_writer=single_writer)
     return Retrying(remote, exclusive=ask)
+
+
+def probe_store(url: str, *, options: Mapping[str, str] | None = None) -> Found:
+    """Try what the store at a URL can do, and remember it for this host."""
+    store = open_store(url, options=options)
+    if isinstance(store, Retrying):
+        remote = open_remote(url, options)
+        found = probe(Retrying(remote))
+        if found.tier < 3:
+            remember(remote.place, found)
+        return found
+    return probe(store)
 
 
 class _Remote(Store, Protocol):

@@ -227,7 +227,7 @@ class Watcher:
 
     def __init__(
         self,
-        url: str,
+        url: str | Store,
         dest: str,
         *,
         channel: str | None = None,
@@ -247,7 +247,8 @@ class Watcher:
         say: Callable[[Event], None] = lambda _: None,
         wrap: Callable[[Store], Store] = lambda store: store,
     ) -> None:
-        self.url, self.dest, self.channel = url, os.path.abspath(dest), channel
+        self.url = url if isinstance(url, str) else url.url
+        self.dest, self.channel = os.path.abspath(dest), channel
         self._poll_s, self._give_up_s, self._hold, self._reseed = poll_s, give_up_s, hold, reseed
         self._pace, self._say, self._wrap = Pace() if pace is None else pace, say, wrap
         self._owns_pace = pace is None
@@ -279,7 +280,7 @@ class Watcher:
         self._waiting_for: str | None = None
         self._missing: list[str] = []
         self._sign_lock, self._signed = threading.Lock(), self._pace.now()
-        self._state = State(store=url, dest=self.dest, mode=self.mode, channel=channel, since=self._pace.date())
+        self._state = State(store=self.url, dest=self.dest, mode=self.mode, channel=channel, since=self._pace.date())
 
     # ------------------------------------------------------------ from outside
 

@@ -143,20 +143,20 @@ def test_every_publish_option_reaches_the_library(root: Path, monkeypatch: pytes
     seen: dict[str, object] = {}
     known = publish_folder("v3", "store", run_id="r", anchors=False)
 
-    def spy(*arguments: object, **options: object) -> object:
-        seen.update(options, arguments=arguments)
+    def spy(checkpoint: str, store: LocalStore, **options: object) -> object:
+        seen.update(options, arguments=(checkpoint, store.url))
         return known
 
     monkeypatch.setattr(publish, "publish_folder", spy)
     good(
         *("publish", "v3", "store", "--step", "5", "--run-id", "r", "--base", "v2", "--resume", "--new-lineage"),
         *("--relayout", "--anchor-ref", "--no-anchors", "--codec", "lz4", "--form", "mask", "--scratch", "tmp"),
-        *("--threads", "2", "--metadata", "a=b=c", "--metadata", "d="),
+        *("--threads", "2", "--metadata", "a=b=c", "--metadata", "d=", "--mirror", "m", "--anchor-source", "s"),
     )
     assert seen == {
-        "arguments": ("v3", "store"), "step": 5, "run_id": "r", "base": "v2", "resume": True, "new_lineage": True,
+        "arguments": ("v3", str(root / "store")), "step": 5, "run_id": "r", "base": "v2", "resume": True, "new_lineage": True,
         "relayout": True, "anchor_ref": True, "anchors": False, "codec": "lz4", "form": "mask", "scratch": "tmp",
-        "threads": 2, "metadata": {"a": "b=c", "d": ""},
+        "threads": 2, "metadata": {"a": "b=c", "d": ""}, "mirror": "m", "anchor_source": "s",
     }  # fmt: skip
 
 
