@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import cramjam
@@ -92,6 +92,15 @@ def encode(codec: int, raw: Bytes) -> tuple[int, Bytes]:
     if len(stored) > _GAIN * len(raw):
         return RAW, raw
     return codec, stored
+
+
+def encode_many(codec: int, raws: Sequence[Bytes], threads: int) -> list[tuple[int, Bytes]]:
+    """Compress many frames, into the bytes that `encode` gives; zstd's own threads need the interpreter only once."""
+    if codec != ZSTD:
+        return [encode(codec, raw) for raw in raws]
+    found = _compressor().multi_compress_to_buffer([memoryview(raw) for raw in raws], threads=threads)
+    pairs = zip(raws, (memoryview(found[i]) for i in range(len(found))), strict=True)
+    return [(RAW, raw) if len(stored) > _GAIN * len(raw) else (ZSTD, stored) for raw, stored in pairs]
 
 
 def _decode_zstd(stored: Bytes, nbytes: int) -> bytes:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _THREADS = 256
 _WINDOW = 4 << 30
 """Bytes of weights per extract launch; whole groups."""
-_TASK = 4 << 20
-"""Raw bytes of a plane that one task compresses; whole frames."""
 _ROOM = 1 / 32
 """Share of a window's elements for which room is made at first; a window with more changes is extracted again."""
 
@@ -166,30 +164,21 @@ class Extraction:
 
     def groups(self) -> Generator[EncodedGroup, None, None]:
         """Yield the encoded groups, sorted."""
-        tasks = [
-            (place.group, self.ready[i], plane, raw[begin : begin + _TASK])
-            for i, columns in enumerate(self.columns)
-            for place in columns.places
-            for plane, raw in columns.planes(place).items()
-            for begin in range(0, len(raw), _TASK)
-        ]
-
-        def work(task: tuple[int, torch.cuda.Event, int, Any]) -> tuple[int, list[Frame]]:
-            group, ready, plane, raw = task
+        threads = self._threads or backend.default_threads()
+        for columns, ready in zip(self.columns, self.ready, strict=True):
             ready.synchronize()
-            begins = range(0, len(raw), PLANE_FRAME)
-            return group, [backend.compress(plane, 0, self._codec, raw[b : b + PLANE_FRAME], False) for b in begins]
-
-        waiting: list[Frame] = []
-        at = -1
-        for group, frames in backend.in_order(work, tasks, self._threads):
-            if group != at and waiting:
-                yield self._group(at, waiting)
-                waiting = []
-            at = group
-            waiting += frames
-        if waiting:
-            yield self._group(at, waiting)
+            cuts = [
+                (place.group, plane, raw[begin : begin + PLANE_FRAME])
+                for place in columns.places
+                for plane, raw in columns.planes(place).items()
+                for begin in range(0, len(raw), PLANE_FRAME)
+            ]
+            stored = codecs.encode_many(self._codec, [raw for _, _, raw in cuts], threads)
+            frames: dict[int, list[Frame]] = {}
+            for (group, plane, raw), (used, data) in zip(cuts, stored, strict=True):
+                frames.setdefault(group, []).append(Frame(plane, 0, used, codecs.RAW, len(raw), data))
+            for group, of_group in frames.items():
+                yield self._group(group, of_group)
 
     def _group(self, group: int, frames: list[Frame]) -> EncodedGroup:
         rows = slice(*self.tables.row_begin[group : group + 2])
