@@ -99,7 +99,8 @@ def encode_many(codec: int, raws: Sequence[Bytes], threads: int) -> list[tuple[i
     if codec != ZSTD:
         return [encode(codec, raw) for raw in raws]
     found = _compressor().multi_compress_to_buffer([memoryview(raw) for raw in raws], threads=threads)
-    pairs = zip(raws, (memoryview(found[i]) for i in range(len(found))), strict=True)
+    segments = (memoryview(found[i]) for i in range(len(found)))  # type: ignore[arg-type]  # they are buffers
+    pairs = zip(raws, segments, strict=True)
     return [(RAW, raw) if len(stored) > _GAIN * len(raw) else (ZSTD, stored) for raw, stored in pairs]
 
 
