@@ -1,11 +1,14 @@
 """The demo: one process trains and publishes every step, another follows, every byte is compared.
 
 Run by ./scripts/demo. Weights pass through the store alone; the trainer saves its own copy of each
-version elsewhere, only to be compared with, and removes it.
+version elsewhere, only to be compared with, and removes it. With --s3 the store is a bucket of a real
+S3 server on this host, and `deltackpt watch` keeps a folder as a third process, which dies once.
 """
 
+import json
 import multiprocessing
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
 
 # Long enough for a slow machine to load torch and compile kernels.
 PATIENCE_S = 120.0
+
+
+class DemoError(Exception):
+    """The demo did not show what it is there to show."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +112,8 @@ def applied_versions(store: str, saved: Path) -> Iterator[Applied]:
         yield Applied(version, apply_ms)
 
 
-def train(store: str, saved: Path, *, steps: int, lr: float) -> list[Row]:
-    """Fine-tune, publish each step, and wait until the follower has compared it."""
+def train(store: str, saved: Path, *, steps: int, lr: float, sidecar: "Sidecar | None" = None) -> list[Row]:
+    """Fine-tune, publish each step, and wait until the follower has compared it. The last copy stays in `saved`."""
     from finetune import finetune
     from safetensors.torch import save_file
 
@@ -126,20 +133,19 @@ def train(store: str, saved: Path, *, steps: int, lr: float) -> list[Row]:
             # Not sooner: before the first version there is nothing to follow.
             if reports is None:
                 reports = stack.enter_context(follower(store, saved))
+            if sidecar is not None:
+                sidecar.published(manifest.version)
             # Waiting keeps both sides from being timed while the other one computes.
             applied = next_report(reports)
             if not applied.problem and applied.version != manifest.version:
                 raise DemoError(f"follower is at {applied.version}, not at {manifest.version}")
-            truth.unlink()
+            if step < steps:
+                truth.unlink()
             full_nbytes = sum(tensor.nbytes for tensor in weights.values())
             rows.append(Row(manifest, full_nbytes, publish_ms, applied))
             what = "pretrained" if loss is None else f"loss {loss:.3f}"
             click.echo(f"step {step:2}  {what:10}  version {manifest.version}: follower identical")
     return rows
-
-
-class DemoError(Exception):
-    """The demo did not show what it is there to show."""
 
 
 def next_report(reports: Connection) -> Applied:
@@ -156,8 +162,163 @@ def next_report(reports: Connection) -> Applied:
     return applied
 
 
-def show(rows: Sequence[Row], store: str) -> None:
-    """Print the table and how to go on."""
+# ---------------------------------------------------------------- a bucket, and a process that is killed
+
+
+def deltackpt(*arguments: str) -> list[str]:
+    """Return a command line of this environment's deltackpt."""
+    return [sys.executable, "-m", "deltackpt", *arguments]
+
+
+class Sidecar:
+    """`deltackpt watch` on a folder: killed while version `killed` comes in, started again `missed` versions later."""
+
+    def __init__(self, store: str, work: Path, *, steps: int) -> None:
+        self.store, self.dest, self._log = store, work / "folder", work / "watch.log"
+        self.killed = (steps + 1) // 2
+        self.back = min(steps, self.killed + 2)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._while = "had nothing to do"
+        self._return_s = 0.0
+
+    def published(self, version: int) -> None:
+        """Do what is due when a version has been published."""
+        if version == 0:
+            self._start()
+        if version == self.killed - 1:
+            self._reach(version)
+        if version == self.killed:
+            self._kill(version)
+        if version == self.back:
+            self._start()
+            start = time.perf_counter()
+            self._reach(version)
+            self._return_s = time.perf_counter() - start
+
+    def _start(self) -> None:
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                deltackpt("watch", self.store, str(self.dest), "--poll", "0.2", "--log", "json"),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def _events(self) -> list[dict[str, Any]]:
+        # The last line may still be on its way.
+        lines = self._log.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def _applies(self) -> list[dict[str, Any]]:
+        return [event for event in self._events() if event["event"] == "applied"]
+
+    def _reach(self, version: int) -> None:
+        """Wait until the folder is at a version."""
+        assert self._process is not None
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(event["version"] == version for event in self._applies()):
+            if self._process.poll() is not None:
+                raise DemoError(f"deltackpt watch ended with {self._process.returncode}: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise DemoError(f"deltackpt watch is not at version {version} after {PATIENCE_S:.0f} s")
+            time.sleep(0.02)
+
+    def _last_words(self) -> str:
+        return self._log.read_text().strip().rpartition("\n")[2]
+
+    def _staging(self) -> bool:
+        return any((self.dest / ".deltackpt").glob("stage-*"))
+
+    def _kill(self, version: int) -> None:
+        """Send SIGKILL as soon as the version is being staged."""
+        assert self._process is not None
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._staging() and time.monotonic() < deadline:
+            if any(event["version"] == version for event in self._applies()):
+                break  # too fast to be caught
+            time.sleep(0.001)
+        self._process.kill()
+        self._process.wait()
+        # What it left is proof: nothing else can have removed or made it since.
+        if self._staging():
+            self._while = f"was staging version {version}"
+        click.echo(f"deltackpt watch: killed (SIGKILL) while it {self._while}")
+
+    def finish(self, version: int, truth: Path) -> str:
+        """End the process in order, compare the folder; returns the line about the kill."""
+        self._reach(version)
+        assert self._process is not None
+        self._process.terminate()
+        if self._process.wait(PATIENCE_S):
+            raise DemoError(f"deltackpt watch ended with {self._process.returncode}: {self._last_words()}")
+        if self._staging():
+            raise DemoError("deltackpt watch left what it had staged")
+        require_equal(self.dest / "current", truth)
+        run(deltackpt("verify", str(self.dest / "current"), "--against", self.store))
+        applies = self._applies()
+        back = next(event for event in applies if event["version"] == self.back)
+        return (
+            f"deltackpt watch was killed (SIGKILL) while it {self._while}, started again at version {self.back}, and "
+            f"went from {back['previous']} to {self.back} in one apply of {back['deltas']} delta{'s' if back['deltas'] != 1 else ''} within "
+            f"{self._return_s:.1f} s; its folder at version {version} is identical too, by deltackpt verify --against."
+        )
+
+    def close(self) -> None:
+        """End the process, however it is."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a command that must succeed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        raise DemoError(f"{' '.join(command[2:4])} did not end within {PATIENCE_S:.0f} s") from None
+    if done.returncode:
+        raise DemoError(f"{' '.join(command[2:4])} ended with {done.returncode}: {done.stderr.strip()}")
+
+
+def require_equal(folder: Path, truth: Path) -> None:
+    """Compare every byte of every tensor of a checkpoint folder with what the trainer saved."""
+    import torch
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    wanted = load_file(truth)
+    if found.keys() != wanted.keys():
+        raise DemoError("the folder has other tensors")
+    for name, tensor in wanted.items():
+        if not torch.equal(tensor.view(torch.uint8), found[name].view(torch.uint8)):
+            raise DemoError(f"the folder differs in {name}")
+
+
+def through_s3(*, steps: int, lr: float) -> None:
+    """Run the demo against SeaweedFS with both followers; everything is removed at the end."""
+    from weed import BUCKET, environment, seaweedfs
+
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltackpt-demo-")))
+        saved = work / "saved"
+        saved.mkdir()
+        endpoint = stack.enter_context(seaweedfs(work / "weed"))
+        stack.enter_context(environment(endpoint, work / "state"))
+        store = f"s3://{BUCKET}/demo"
+        click.echo(f"store: {store} of SeaweedFS at {endpoint}\nloading the model")
+        sidecar = stack.enter_context(closing(Sidecar(store, work, steps=steps)))
+        rows = train(store, saved, steps=steps, lr=lr, sidecar=sidecar)
+        line = sidecar.finish(steps, saved / f"{steps}.safetensors")
+        run(deltackpt("verify", store))
+    show(rows)
+    click.echo(line)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -184,31 +345,50 @@ def show(rows: Sequence[Row], store: str) -> None:
     full = sum(row.full_nbytes for row in rows[1:])
     click.echo(
         f"{len(rows)} versions, in the follower byte for byte what the trainer saved.\n"
-        f"{len(rows) - 1} deltas: {moved / 1e6:.1f} MB; as full copies: {full / 1e6:.0f} MB.\n"
-        f"The store is {store}; go on with:\n  .venv/bin/deltackpt log {store}"
+        f"{len(rows) - 1} deltas: {moved / 1e6:.1f} MB; as full copies: {full / 1e6:.0f} MB."
     )
 
 
-@click.command()
-@click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True)
-@click.option("--lr", type=float, default=1e-6, show_default=True, help="AdamW's learning rate.")
-@click.option("--store", type=Path, help="A new or empty folder; by default a temporary one.")
-def main(steps: int, lr: float, store: Path | None) -> None:
-    """Fine-tune a small real model, publish every step, follow it from a second process."""
-    from deltackpt import DeltaError
-
+def through_folder(store: Path | None, *, steps: int, lr: float) -> None:
+    """Run the demo in a folder, which stays."""
     if store is None:
         store = Path(tempfile.mkdtemp(prefix="deltackpt-demo-")) / "store"
     elif store.exists() and (not store.is_dir() or any(store.iterdir())):
         raise click.UsageError(f"{store} is not empty; the demo wants a new store")
     url = str(store.absolute())
     click.echo(f"store: {url}\nloading the model")
+    with tempfile.TemporaryDirectory(prefix="deltackpt-saved-") as saved:
+        rows = train(url, Path(saved), steps=steps, lr=lr)
+    show(rows)
+    click.echo(f"The store is {url}; go on with:\n  .venv/bin/deltackpt log {url}")
+
+
+def _end(_number: int, _frame: object) -> None:
+    raise DemoError("ended by SIGTERM")
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True)
+@click.option("--lr", type=float, default=1e-6, show_default=True, help="AdamW's learning rate.")
+@click.option("--store", type=Path, help="A new or empty folder; by default a temporary one.")
+@click.option("--s3", is_flag=True, help="Through a real S3 server on this host, with a watcher that is killed once.")
+def main(steps: int, lr: float, store: Path | None, s3: bool) -> None:
+    """Fine-tune a small real model, publish every step, follow it from a second process."""
+    from weed import NotStarted
+
+    from deltackpt import DeltaError
+
+    if s3 and store is not None:
+        raise click.UsageError("--s3 has its own store; leave --store out")
+    # So that what was started is stopped.
+    signal.signal(signal.SIGTERM, _end)
     try:
-        with tempfile.TemporaryDirectory(prefix="deltackpt-saved-") as saved:
-            rows = train(url, Path(saved), steps=steps, lr=lr)
-    except (DeltaError, DemoError, OSError) as exc:
+        if s3:
+            through_s3(steps=steps, lr=lr)
+        else:
+            through_folder(store, steps=steps, lr=lr)
+    except (DeltaError, DemoError, NotStarted, OSError) as exc:
         raise click.ClickException(str(exc)) from exc
-    show(rows, url)
 
 
 if __name__ == "__main__":

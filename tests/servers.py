@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import random
-import shutil
-import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-KEY, SECRET, BUCKET = "testkey", "testsecret123", "bucket"
-READY_S = 60.0
+# Shared with the demo and the bench.
+sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+import weed
+from weed import BUCKET, ENVIRONMENT, KEY, READY_S, SECRET
 
-ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": KEY,
-    "AWS_SECRET_ACCESS_KEY": SECRET,
-    "AWS_DEFAULT_REGION": "us-east-1",
-    # Nothing of the user's, and no look-up of an instance's role.
-    "AWS_CONFIG_FILE": os.devnull,
-    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
-"""What a client needs, but for AWS_ENDPOINT_URL."""
+__all__ = ["BUCKET", "ENVIRONMENT", "Fault", "Proxy", "Server", "moto", "proxy", "rclone", "seaweedfs"]
 
 
 @dataclass(frozen=True)
@@ -47,136 +32,33 @@ class Server:
 
     def client(self) -> Any:  # boto3 has no types
         """Return a plain client, for what the package itself never does."""
-        import boto3
-        from botocore.config import Config
-
-        return boto3.client(
-            "s3",
-            endpoint_url=self.endpoint,
-            aws_access_key_id=KEY,
-            aws_secret_access_key=SECRET,
-            region_name="us-east-1",
-            config=Config(
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                s3={"addressing_style": "path"},
-            ),
-        )
+        return weed.client(self.endpoint)
 
     def make_bucket(self, name: str = BUCKET) -> str:
         """Make a bucket and return its name."""
-        with contextlib.closing(self.client()) as client:
-            client.create_bucket(Bucket=name)
+        weed.make_bucket(self.endpoint, name)
         return name
-
-
-def _program(name: str) -> str:
-    """Return a program that pip has put beside this Python, or one on the PATH."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    assert found is not None, f"{name} is not installed; see the dev extra of pyproject.toml"
-    return found
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as sock:
-        try:
-            sock.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports below those that the system hands out by itself; each is free, and so is the one 10000 above."""
-    found: list[int] = []
-    chooser = random.Random(os.urandom(8))
-    while len(found) < count:
-        port = chooser.randrange(11000, 22000)
-        if port not in found and _free(port) and _free(port + 10000):
-            found.append(port)
-    return found
-
-
-def _wait(process: subprocess.Popen[bytes], endpoint: str, log: Path) -> None:
-    """Wait until a server answers anything at all."""
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
-        with contextlib.suppress(OSError):
-            try:
-                urllib.request.urlopen(endpoint, timeout=5).close()
-            except urllib.error.HTTPError as exc:
-                with exc:
-                    if exc.code < 500:
-                        return
-            else:
-                return
-        time.sleep(0.05)
-    raise AssertionError(f"{endpoint} did not start: {log.read_text(errors='replace')[-2000:]}")
-
-
-@contextlib.contextmanager
-def _running(name: str, arguments: list[str], endpoint: str, folder: Path, *, unsafe: bool = False) -> Iterator[Server]:
-    log = folder / f"{name}.log"
-    with open(log, "wb") as out:
-        process = subprocess.Popen(
-            [_program(arguments[0]), *arguments[1:]],
-            cwd=folder, stdout=out, stderr=out, env={**os.environ, "HOME": str(folder)},
-        )  # fmt: skip
-    try:
-        _wait(process, endpoint, log)
-        yield Server(name, endpoint, unsafe)
-    finally:
-        # By its own number, and hard: there is nothing in it to keep.
-        process.send_signal(signal.SIGKILL)
-        process.wait()
 
 
 @contextlib.contextmanager
 def seaweedfs(folder: Path) -> Iterator[Server]:
     """Run SeaweedFS: a real S3 server whose conditional writes are atomic."""
-    for attempt in range(3):
-        where = folder / str(attempt)
-        (where / "data").mkdir(parents=True)
-        identity = {
-            "name": "test",
-            "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
-            "actions": ["Admin", "Read", "List", "Tagging", "Write"],
-        }
-        (where / "s3.json").write_text(json.dumps({"identities": [identity]}))
-        s3, master, volume, filer, admin = _free_ports(5)
-        arguments = [
-            "weed", "mini", f"-dir={where / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            f"-s3.port={s3}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}",
-            f"-admin.port={admin}", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={where / 's3.json'}",
-            "-webdav=false", "-s3.autoCreateBucket=false", "-admin.ui=false", "-master.telemetry=false",
-        ]  # fmt: skip
-        with contextlib.ExitStack() as stack:
-            try:
-                server = stack.enter_context(_running("seaweedfs", arguments, f"http://127.0.0.1:{s3}", where))
-                server.make_bucket()
-            except Exception:
-                # Another process may have taken a port since.
-                if attempt == 2:
-                    raise
-                continue
-            yield server
-            return
+    with weed.seaweedfs(folder) as endpoint:
+        yield Server("seaweedfs", endpoint)
 
 
 @contextlib.contextmanager
 def rclone(folder: Path) -> Iterator[Server]:
     """Run `rclone serve s3`: it answers 200 to a conditional write, and overwrites."""
     (folder / "data" / BUCKET).mkdir(parents=True)
-    (port,) = _free_ports(1)
+    (port,) = weed.free_ports(1)
+    endpoint = f"http://127.0.0.1:{port}"
     arguments = [
         "rclone", "serve", "s3", "--auth-key", f"{KEY},{SECRET}", "--addr", f"127.0.0.1:{port}",
         "--vfs-cache-mode", "off", "--config", os.devnull, str(folder / "data"),
     ]  # fmt: skip
-    with _running("rclone", arguments, f"http://127.0.0.1:{port}", folder, unsafe=True) as server:
-        yield server
+    with weed.running(arguments, endpoint, folder):
+        yield Server("rclone", endpoint, unsafe=True)
 
 
 @contextlib.contextmanager
