@@ -6,11 +6,13 @@ die at. Run as a script, this module is the warm process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -75,7 +77,7 @@ class Server:
         """Start a command.
 
         env: FAULT, FAULT_MATCH, FAULT_FSIZE; CLOCK: seconds that its clock is ahead; STOP_AFTER, STOP_HOW and
-        STOP_MODE: see `torn_apply`.
+        STOP_MODE: see `torn_apply`; INTERRUPT_AT and INTERRUPT_TIMES: see `interrupt`.
         """
         self.count += 1
         output = self.folder / f"output-{self.count}"
@@ -151,6 +153,8 @@ def _command(arguments: list[str]) -> int:
             lambda: stop(os.environ["STOP_HOW"]),
             in_place=os.environ["STOP_MODE"] == "in-place",
         )
+    if "INTERRUPT_AT" in os.environ:
+        interrupt(int(os.environ["INTERRUPT_AT"]), int(os.environ.get("INTERRUPT_TIMES", "1")))
     if "CLOCK" in os.environ:
         real, ahead = time.time, float(os.environ["CLOCK"])
         time.time = lambda: real() + ahead
@@ -160,6 +164,35 @@ def _command(arguments: list[str]) -> int:
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else 1
     return 0
+
+
+def interrupt(number: int, times: int) -> None:
+    """Send SIGINT from the n-th piece of work that a thread of a pool does on the weights, and then go on with it.
+
+    Before it goes on, the main thread gets the time to do what it must not do yet. times: one more is sent for each time
+    that the one before has been noticed.
+    """
+    from deltackpt import backend
+
+    count = itertools.count(1)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def work(*args: Any, **options: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread() and next(count) == number:
+                for _ in range(times):
+                    handler = signal.getsignal(signal.SIGINT)
+                    os.kill(os.getpid(), signal.SIGINT)
+                    while signal.getsignal(signal.SIGINT) is handler:
+                        # One that came just before it began to wait does not wake it.
+                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                threading.Event().wait(0.02)
+            return real(*args, **options)
+
+        return work
+
+    for name in ("apply_slice", "check", "extract", "fingerprint"):
+        setattr(backend, name, watched(getattr(backend, name)))
 
 
 class Stopped(Exception):

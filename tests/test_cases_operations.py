@@ -546,3 +546,61 @@ def test_p33_a_rename_across_devices_never_shows_a_part(cases: Callable[[str], P
         assert child.exit_code == 0, child.text
         exact(local, expected(root), 1)
         assert sorted(os.listdir(local)) == sorted([*os.listdir(root / "local"), ".deltackpt"])
+
+
+# ---------------------------------------------------------------- Ctrl-C
+
+
+INTERRUPTED = "deltackpt: interrupted; the same command may be run again\n"
+
+
+def interrupts(server: Server, *arguments: str | Path) -> Iterator[int]:
+    """Run a command with Ctrl-C at each piece of work, until it has fewer; yields after each run that was ended."""
+    for number in range(1, 100):
+        child = server.run(*arguments, "--threads", "2", INTERRUPT_AT=str(number))
+        if child.wait() == 0:
+            break
+        assert (child.wait(), child.text) == (130, INTERRUPTED)
+        yield number
+    assert number > 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ctrl_c_in_the_middle_of_any_work_of_a_pull_ends_it_in_good_order(
+    mode: str, cases: Callable[[str], Path], server: Server
+) -> None:
+    """The folder was unmapped while threads wrote to it, and the process died by SIGSEGV."""
+    root = cases("p14_torn_apply")
+    publish(root, 0, 1, 2)
+    cli_good("pull", root / "store", root / "start", "--version", "0", "--mode", mode)
+    dest = root / "dest"
+    shutil.copytree(root / "start", dest, symlinks=True)
+    for _ in interrupts(server, "pull", root / "store", dest, "--mode", mode):
+        cli_good("pull", root / "store", dest, "--mode", mode)
+        assert make_cases.same_ckpt(dest / "current" if mode == "switch" else dest, root / "v2")
+        shutil.rmtree(dest)
+        shutil.copytree(root / "start", dest, symlinks=True)
+    assert make_cases.same_ckpt(dest / "current" if mode == "switch" else dest, root / "v2")
+
+
+def test_ctrl_c_in_the_middle_of_any_work_of_a_publish_leaves_nothing(
+    cases: Callable[[str], Path], server: Server
+) -> None:
+    root = cases("p14_torn_apply")
+    publish(root, 0, 1)
+    before = data_files(root / "store")
+    for _ in interrupts(server, "publish", root / "v2", root / "store", "--no-anchors"):
+        assert visible(root / "store") == [0, 1]
+        assert data_files(root / "store") == before
+    require_whole(root / "store")
+    assert visible(root / "store") == [0, 1, 2]
+
+
+def test_second_ctrl_c_ends_a_process_that_waits_for_its_work(cases: Callable[[str], Path], server: Server) -> None:
+    root = cases("p14_torn_apply")
+    publish(root, 0, 1)
+    child = server.run("pull", root / "store", root / "dest", "--threads", "2", INTERRUPT_AT="1", INTERRUPT_TIMES="2")
+    assert (child.wait(), child.text) == (-signal.SIGINT, "")
+    cli_good("pull", root / "store", root / "dest")
+    assert make_cases.same_ckpt(root / "dest", root / "v1")
+    assert sorted(os.listdir(root / "dest" / ".deltackpt")) == ["state.json"]
