@@ -28,14 +28,15 @@ if TYPE_CHECKING:
         UnsupportedFormat,
     )
     from deltackpt.folder import CheckpointTarget
-    from deltackpt.follow import Follower, Prepared
+    from deltackpt.follow import Follower, Prepared, weight_version
     from deltackpt.manifest import Manifest
     from deltackpt.mirror import Mirror, mirror_store
     from deltackpt.prune import prune_store
-    from deltackpt.publish import Publisher, publish_folder
+    from deltackpt.publish import Pending, Publisher, publish_folder
     from deltackpt.store import open_store
     from deltackpt.tensors import TensorTarget
     from deltackpt.verify import verify_folder, verify_store
+    from deltackpt.watch import Watcher
 
 __all__ = [
     "AlreadyExists",
@@ -51,6 +52,7 @@ __all__ = [
     "Manifest",
     "Mirror",
     "NotFound",
+    "Pending",
     "Poisoned",
     "Prepared",
     "Publisher",
@@ -59,6 +61,7 @@ __all__ = [
     "TensorTarget",
     "Unavailable",
     "UnsupportedFormat",
+    "Watcher",
     "make_anchor",
     "mirror_store",
     "open_store",
@@ -66,6 +69,7 @@ __all__ = [
     "publish_folder",
     "verify_folder",
     "verify_store",
+    "weight_version",
 ]
 
 _MODULES = {
@@ -73,9 +77,11 @@ _MODULES = {
     "Follower": "follow",
     "Manifest": "manifest",
     "Mirror": "mirror",
+    "Pending": "publish",
     "Prepared": "follow",
     "Publisher": "publish",
     "TensorTarget": "tensors",
+    "Watcher": "watch",
     "make_anchor": "anchor",
     "mirror_store": "mirror",
     "open_store": "store",
@@ -83,6 +89,7 @@ _MODULES = {
     "publish_folder": "publish",
     "verify_folder": "verify",
     "verify_store": "verify",
+    "weight_version": "follow",
 }
 """Where a name of `__all__` lives, if not in `errors`."""
 

@@ -36,7 +36,7 @@ from deltackpt.manifest import (
     pruned_anchor_key,
 )
 from deltackpt.reader import Reader
-from deltackpt.store import LocalStore, Store, open_store, store_error
+from deltackpt.store import LocalStore, Store, open_store, store_error, temporary_prefix
 from deltackpt.writer import Draft, Upload, Writer, put_once
 
 ANCHOR_SHARE = 0.5
@@ -165,11 +165,13 @@ def scratch_folder(store: Store, scratch: str | None) -> Iterator[str]:
 
     It lies in a local store itself, where there is room for a copy of the weights, or in `scratch`.
     """
+    prefix = "deltackpt-"
     try:
         if scratch is None and isinstance(store, LocalStore):
-            scratch = os.path.join(store.root, ".tmp")
+            # By this name the next one who writes to the store sweeps it, if this process is killed.
+            scratch, prefix = os.path.join(store.root, ".tmp"), temporary_prefix()
             os.makedirs(scratch, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="deltackpt-", dir=scratch)
+        folder = tempfile.TemporaryDirectory(prefix=prefix, dir=scratch)
     except OSError as exc:
         raise store_error(exc, f"making a temporary folder in {scratch or tempfile.gettempdir()}") from exc
     with folder as root:

@@ -547,15 +547,20 @@ def pull(
         at = reader.head.manifest.version if version is None else version
         fields = {"dest": dest, "version": at, "previous": at, "mode": target.mode, "anchor": None, "deltas": 0}
         fields |= {"bytes_raw": reader.manifest(at).totals.raw, "bytes_fetched": 0, "bytes_reseeded": 0}
+        fields["adopted"] = False
         output.result(fields, f"{dest}: at version {at} already")
         return
     plan, manifest = prepared.plan, reader.manifest(prepared.version)
+    adopted = prepared.previous == prepared.version
     seeded = 0 if plan.anchor is None else reader.manifest(plan.anchor).totals.raw
     fields = {
         "dest": dest, "version": prepared.version, "previous": prepared.previous, "mode": target.mode,
         "anchor": plan.anchor, "deltas": len(plan.steps), "bytes_raw": manifest.totals.raw,
-        "bytes_fetched": plan.nbytes, "bytes_reseeded": seeded, **_milliseconds(prepared.times),
+        "bytes_fetched": plan.nbytes, "bytes_reseeded": seeded, "adopted": adopted, **_milliseconds(prepared.times),
     }  # fmt: skip
+    if adopted:
+        output.result(fields, f"{dest}: found to hold version {prepared.version}, recorded now")
+        return
     way = f"version {prepared.version}"
     if prepared.previous is not None:
         way = f"version {prepared.previous} -> {prepared.version}"

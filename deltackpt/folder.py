@@ -54,7 +54,7 @@ from deltackpt.errors import (
 from deltackpt.kernels import fingerprint, view
 from deltackpt.layout import Layout, Segments
 from deltackpt.manifest import LEVEL, Placement, Shard, decode
-from deltackpt.reader import Delta, Fetched, Reader, compare_fingerprints, named, requests
+from deltackpt.reader import Delta, Fetched, Reader, compare_fingerprints, named, requests, source_lacks
 from deltackpt.shard import ShardImage, assemble, parse_index
 from deltackpt.store import LocalStore, Store, store_error, sync_folder
 
@@ -472,6 +472,8 @@ class _Source:
             self.store, self.keys, self.checkpoint = anchor.store, anchor.keys, anchor.checkpoint
             self.table = anchor.fingerprints
             self.name = f"the anchor of version {plan.anchor} is damaged; make another with deltackpt anchor"
+            if anchor.anchor.folder is None:
+                self.name = source_lacks(anchor.anchor, anchor.store)
 
     def copy(self, target: Checkpoint, files: Sequence[memoryview], threads: int | None) -> None:
         """Fill the data sections of mapped files."""
@@ -546,13 +548,12 @@ class StagedFolder:
         layout = source.checkpoint.layout
         raw = np.empty(int(layout.nbytes[tensor]), np.uint8)
         offset = int(source.checkpoint.offset[tensor])
-        source.store.read_into(
-            source.keys[int(source.checkpoint.file[tensor])], memoryview(raw).cast("B"), offset=offset
-        )
+        key = source.keys[int(source.checkpoint.file[tensor])]
+        source.store.read_into(key, memoryview(raw).cast("B"), offset=offset)
         rows = Segments(int(layout.width[tensor]), *(np.array([n]) for n in (tensor, 0, int(layout.count[tensor]))))
         where = np.array([raw.__array_interface__["data"][0]], np.uint64)
         if fingerprint(rows, where, jit=False)[0] != source.table[tensor]:
-            return ChainError(f"{named(wrong)}: {source.name}")
+            return ChainError(f"{source.name}: {named(wrong)} in {key} differs")
         return IntegrityError(f"version {self.version}: {named(wrong)} came out wrong, nothing was changed; run again")
 
     def _mode(self, name: str, otherwise: int) -> int:

@@ -104,7 +104,8 @@ class Follower:
         while True:
             if not self.reader.history:
                 self.reader.load()
-            else:
+            elif version not in self.reader.history:
+                # Else a manifest that cannot be read would keep from the versions before it.
                 self.reader.refresh()
             if self.reader.head is None:
                 if time.monotonic() >= deadline:

@@ -480,8 +480,17 @@ class Publisher:
         return Draft(kind, layout, placement, self._side_files, state, version), base
 
     def _start_anchor(self) -> None:
-        if self._anchors and self._background is None and anchor_due(self._writer.reader):
-            version = self._writer.head.manifest.version  # type: ignore[union-attr]  # something was just committed
+        """Begin to make an anchor of the version that was just committed if one is due."""
+        if not self._anchors or self._background is not None:
+            return
+        assert self._writer.head is not None
+        version = self._writer.head.manifest.version
+        try:
+            due = anchor_due(self._writer.reader)
+        except DeltaError as exc:
+            _log.warning("version %d is committed, but whether an anchor is due is not known: %s", version, exc)
+            return
+        if due:
             self._background = _Background(lambda: make_anchor(self._where, version, threads=1))
 
     def _raise_background(self) -> None:

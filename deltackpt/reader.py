@@ -21,6 +21,7 @@ from deltackpt.layout import Layout
 from deltackpt.manifest import (
     MAX_MANIFEST,
     Anchor,
+    AnchorFile,
     Manifest,
     Placement,
     Shard,
@@ -356,26 +357,42 @@ class Reader:
 
     def _locate(self, anchor: Anchor, layout: Layout) -> AnchorSource:
         store, prefix = self.store, f"{anchor.folder}/"
-        if anchor.folder is None:
-            if self._anchor_source is None:
-                raise ConfigError(
-                    f"anchor of version {anchor.version} is by reference (made from {anchor.source}); "
-                    "name a folder that holds its files with --anchor-source"
-                )
-            store, prefix = LocalStore(self._anchor_source), ""
         weights = [f for f in anchor.files if f.name.endswith(".safetensors")]
+        if anchor.folder is None:
+            store, prefix = self._require_source(anchor, weights), ""
         for file in weights:
             nbytes = store.size(prefix + file.name)
             if nbytes != file.nbytes:
                 raise IntegrityError(f"{prefix}{file.name}: {nbytes} bytes found, the anchor has {file.nbytes}")
         headers = {f.name: read_header(store, prefix + f.name, prefix + f.name) for f in weights}
         checkpoint = Checkpoint.of(headers, modes={})
+        if checkpoint.layout.digest != layout.digest and anchor.folder is None:
+            raise ConfigError(f"{source_lacks(anchor, store)}: its tensors have other names, shapes or dtypes")
         if checkpoint.layout.digest != layout.digest:
             raise IntegrityError(
                 f"anchor of version {anchor.version}: its files do not hold the layout {layout.digest[:12]}"
             )
         keys = tuple(prefix + f.name for f in checkpoint.placement.files)
         return AnchorSource(anchor, store, keys, checkpoint)
+
+    def _require_source(self, anchor: Anchor, weights: Sequence[AnchorFile]) -> LocalStore:
+        """Return the folder with the files of an anchor by reference. Raises ConfigError if it cannot be that one."""
+        if self._anchor_source is None:
+            raise ConfigError(
+                f"anchor of version {anchor.version} is by reference (made from {anchor.source}); "
+                "name a folder that holds its files with --anchor-source"
+            )
+        store = LocalStore(self._anchor_source)
+        for file in weights:
+            try:
+                nbytes = store.size(file.name)
+            except NotFound as exc:
+                raise ConfigError(f"{source_lacks(anchor, store)}: {file.name} is not there") from exc
+            if nbytes != file.nbytes:
+                raise ConfigError(
+                    f"{source_lacks(anchor, store)}: {file.name} has {nbytes} bytes there, {file.nbytes} in the anchor"
+                )
+        return store
 
     # ------------------------------------------------------------ plans
 
@@ -445,6 +462,14 @@ class Reader:
             change = self.delta(step.version).fingerprints
             total = total - change if step.undo else total + change
         return total
+
+
+def source_lacks(anchor: Anchor, store: Store) -> str:
+    """Say that a folder is not the one that an anchor by reference was made from."""
+    return (
+        f"{store.url} does not hold the files of the anchor of version {anchor.version} (made from {anchor.source}); "
+        "name the folder that does with --anchor-source"
+    )
 
 
 def manifest_key_of(key: str) -> str:

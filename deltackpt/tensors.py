@@ -21,7 +21,7 @@ from deltackpt.errors import ConfigError, FormatError, IntegrityError, Poisoned
 from deltackpt.folder import signed
 from deltackpt.kernels import view
 from deltackpt.layout import Layout
-from deltackpt.reader import AnchorSource, Delta, Reader, compare_fingerprints, named, read_chunks
+from deltackpt.reader import AnchorSource, Delta, Reader, compare_fingerprints, named, read_chunks, source_lacks
 from deltackpt.store import Store
 
 if TYPE_CHECKING:
@@ -377,7 +377,10 @@ class StagedTensors:
         found = self.device.fingerprints(self.layout, memory.addresses)
         memory.write_back()
         if wrong := compare_fingerprints(self.layout, found, anchor.fingerprints):
-            raise Poisoned(f"anchor of version {anchor.anchor.version}: {named(wrong)} is damaged; make another anchor")
+            what = f"anchor of version {anchor.anchor.version} is damaged; make another anchor"
+            if anchor.anchor.folder is None:
+                what = source_lacks(anchor.anchor, anchor.store)
+            raise Poisoned(f"{what}: {named(wrong)} differs")
 
     def discard(self) -> None:
         """Forget the columns; nothing was written."""

@@ -169,8 +169,8 @@ def _command(arguments: list[str]) -> int:
 def interrupt(number: int, times: int) -> None:
     """Send SIGINT from the n-th piece of work that a thread of a pool does on the weights, and then go on with it.
 
-    Before it goes on, the main thread gets the time to do what it must not do yet. times: one more is sent for each time
-    that the one before has been noticed.
+    Before it goes on, the main thread gets the time to do what it must not do yet. times: each is sent when the one
+    before has been noticed.
     """
     from deltackpt import backend
 

@@ -604,3 +604,15 @@ def test_second_ctrl_c_ends_a_process_that_waits_for_its_work(cases: Callable[[s
     cli_good("pull", root / "store", root / "dest")
     assert make_cases.same_ckpt(root / "dest", root / "v1")
     assert sorted(os.listdir(root / "dest" / ".deltackpt")) == ["state.json"]
+
+
+def test_copy_of_a_killed_anchor_is_swept_by_the_next_publish(cases: Callable[[str], Path], server: Server) -> None:
+    """A whole copy of the model stayed in the store for a day."""
+    root = cases("p14_torn_apply")
+    publish(root, 0, 1)
+    child = server.run("anchor", root / "store", FAULT="link:1:KILL")
+    assert child.wait() == -signal.SIGKILL
+    (scratch,) = (root / "store" / ".tmp").glob("*/checkpoint")
+    assert make_cases.same_ckpt(scratch, root / "v1")
+    publish(root, 2)
+    assert leftovers(root / "store") == []

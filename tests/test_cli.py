@@ -30,7 +30,8 @@ from deltackpt.publish import publish_folder
 from deltackpt.store import LocalStore
 
 COMMANDS = [
-    "anchor", "bench", "doctor", "log", "mirror", "prune", "publish", "pull", "show", "status", "tag", "verify", "watch",
+    "anchor", "bench", "doctor", "log", "mirror", "prune", "publish", "pull", "show", "status", "tag", "verify",
+    "watch",
 ]  # fmt: skip
 GROUPS = ["channel"]
 REPOSITORY = Path(deltackpt.__file__).parent.parent
@@ -120,8 +121,8 @@ def test_publish_json_has_times_and_bytes_under_their_names(root: Path) -> None:
     assert (second["version"], second["kind"], second["base"], second["store"]) == (1, "delta", 0, "new")
     for name in ("encode_ms", "upload_ms", "manifest_publish_ms"):
         assert isinstance(second[name], float)
-    # Two widths: how many bytes the changed elements have is not known, and not guessed.
-    assert second["bytes_changed"] is None
+    # 24 elements of two bytes and 3 of four.
+    assert second["bytes_changed"] == 60
     assert answer("show", "new", "0")["manifest"]["metadata"] == {"reward": "0.5"}  # type: ignore[index]  # an object
 
 
@@ -136,6 +137,10 @@ def test_publish_json_counts_changed_bytes_where_all_elements_are_alike(root: Pa
 def test_publish_by_reference_stores_no_weights(root: Path) -> None:
     assert answer("publish", "v0", "new", "--anchor-ref")["bytes_stored"] == 0
     assert "by reference" in refused(3, "ConfigError", "pull", "new", "dest")
+    assert refused(3, "ConfigError", "pull", "new", "dest", "--anchor-source", "store") == (
+        f"{root}/store does not hold the files of the anchor of version 0 (made from {root}/v0); name the folder that "
+        "does with --anchor-source: model-00001-of-00002.safetensors is not there"
+    )
     assert "dest: version 0 (anchor of version 0, " in good("pull", "new", "dest", "--anchor-source", "v0")
 
 
@@ -154,8 +159,8 @@ def test_every_publish_option_reaches_the_library(root: Path, monkeypatch: pytes
         *("--threads", "2", "--metadata", "a=b=c", "--metadata", "d=", "--mirror", "m", "--anchor-source", "s"),
     )
     assert seen == {
-        "arguments": ("v3", str(root / "store")), "step": 5, "run_id": "r", "base": "v2", "resume": True, "new_lineage": True,
-        "relayout": True, "anchor_ref": True, "anchors": False, "codec": "lz4", "form": "mask", "scratch": "tmp",
+        "arguments": ("v3", str(root / "store")), "step": 5, "run_id": "r", "base": "v2", "resume": True,
+        "new_lineage": True, "relayout": True, "anchor_ref": True, "anchors": False, "codec": "lz4", "form": "mask", "scratch": "tmp",
         "threads": 2, "metadata": {"a": "b=c", "d": ""}, "mirror": "m", "anchor_source": "s",
     }  # fmt: skip
 
@@ -199,6 +204,39 @@ def test_pull_json_has_times_and_bytes_under_their_names(root: Path) -> None:
     assert (third["version"], third["previous"], third["deltas"], third["bytes_fetched"]) == (3, 3, 0, 0)
 
 
+def test_pull_into_a_folder_that_holds_the_version_already_records_it(root: Path) -> None:
+    shutil.copytree("v3", "dest")
+    before = make_cases.ckpt_digest("dest")
+    assert good("pull", "store", "dest") == "dest: found to hold version 3, recorded now\n"
+    assert make_cases.ckpt_digest("dest") == before
+    assert good("pull", "store", "dest") == "dest: at version 3 already\n"
+    shutil.rmtree("dest")
+    shutil.copytree("v1", "dest")
+    assert re.match(r"dest: version 1 -> 3 \(2 deltas, ", good("pull", "store", "dest"))
+    shutil.rmtree("dest")
+    shutil.copytree("v3", "dest")
+    found = answer("pull", "store", "dest")
+    assert (found["adopted"], found["version"], found["previous"], found["bytes_fetched"]) == (True, 3, 3, 0)
+    assert answer("pull", "store", "dest")["adopted"] is False
+
+
+def test_pull_goes_on_in_the_mode_that_the_folder_was_made_with(root: Path) -> None:
+    good("pull", "store", "dest", "--version", "1", "--mode", "switch")
+    assert answer("pull", "store", "dest")["mode"] == "switch"
+    assert make_cases.same_ckpt(root / "dest" / "current", root / "v3")
+    assert "was made by switch mode" in refused(3, "ConfigError", "pull", "store", "dest", "--mode", "replace")
+
+
+def test_publish_keeps_a_mirror_for_a_trainer_that_overwrites_its_checkpoint(root: Path) -> None:
+    shutil.copytree("v0", "out")
+    assert answer("publish", "out", "new", "--mirror", "mirror")["kind"] == "full"
+    for v in (1, 2):
+        shutil.rmtree("out")
+        shutil.copytree(f"v{v}", "out")
+        assert answer("publish", "out", "new", "--mirror", "mirror", "--no-anchors")["kind"] == "delta"
+        assert make_cases.same_ckpt(root / "mirror", root / f"v{v}")
+
+
 def test_pull_by_step_takes_the_newest_version_that_has_it(root: Path) -> None:
     good("publish", "v2", "store", "--step", "30", "--run-id", "r", "--no-anchors")
     assert answer("pull", "store", "dest", "--step", "30")["version"] == 4
@@ -234,9 +272,9 @@ def test_pull_into_a_folder_that_cannot_be_written_is_never_up_to_date(
     # The user who runs the tests may be root, whom no mode bits stop.
     good("pull", "store", "dest")
     access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: path != "dest" and access(path, mode))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(root / "dest") and access(path, mode))
     message = refused(10, "StoreError", "pull", "store", "dest")
-    assert message == "dest is read-only for this user; pull as its owner, or into another folder"
+    assert message == f"{root}/dest is read-only for this user; pull as its owner, or into another folder"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="no mode bits stop root")
@@ -463,13 +501,15 @@ def test_call_that_does_not_fit_is_exit_code_3(root: Path) -> None:
 @pytest.mark.parametrize("store", ["v0", "v0/store", "v0/../v0/store"])
 def test_store_inside_its_checkpoint_is_refused(root: Path, store: str) -> None:
     before = make_cases.tree_digest("v0")
-    assert "lies inside the checkpoint v0" in refused(3, "ConfigError", "publish", "v0", store)
+    message = refused(3, "ConfigError", "publish", "v0", store)
+    assert f" lies inside the checkpoint {root}/v0; " in message
     assert make_cases.tree_digest("v0") == before
 
 
 def test_pull_into_a_store_is_refused(root: Path) -> None:
     before = make_cases.tree_digest("store")
-    assert refused(3, "ConfigError", "pull", "store", "store").startswith("store is a store; ")
+    message = refused(3, "ConfigError", "pull", "store", "store")
+    assert message == f"{root}/store is a store; name another folder for the checkpoint"
     assert make_cases.tree_digest("store") == before
 
 

@@ -97,9 +97,9 @@ def places(operations: list[str]) -> Iterator[tuple[int, Literal["before", "afte
     """Yield all interruptions of a run. A read changes nothing, so its lost answer is like no answer at all."""
     for number, operation in enumerate(operations, 1):
         yield number, "before", "no answer"
-        yield number, "before", "outage"
         if operation.startswith(("put", "delete")):
             # A store that refuses has not written: only answers get lost after it.
+            yield number, "before", "outage"
             yield number, "before", "no space"
             yield number, "before", "kill"
             yield number, "after", "kill"

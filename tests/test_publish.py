@@ -561,10 +561,27 @@ def test_error_of_the_background_comes_out_of_the_next_call(store: Path, monkeyp
     publisher._background._thread.join()
     with pytest.raises(StoreError, match="no space for an anchor"):
         publisher.publish(weights(2))
+    assert visible(store) == [0, 1]
     monkeypatch.setattr(publish_module, "anchor_due", lambda reader: False)
     publisher.publish(weights(2))
     publisher.close()
     assert same(pulled(store), weights(2))
+
+
+def test_anchor_of_which_is_not_known_whether_it_is_due_fails_no_committed_version(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The version was committed and the call raised: who published it again had it twice."""
+
+    def silent(_reader: Reader) -> bool:
+        raise Unavailable("injected: no answer")
+
+    monkeypatch.setattr(publish_module, "anchor_due", silent)
+    with Publisher(str(store)) as publisher:
+        assert publisher.publish(weights(0)).version == 0
+        assert publisher.publish(weights(1)).version == 1
+    assert "version 1 is committed, but whether an anchor is due is not known: injected: no answer" in caplog.text
+    assert same(pulled(store), weights(1))
 
 
 # ---------------------------------------------------------------- folders
@@ -593,8 +610,16 @@ def test_anchor_by_reference_stores_no_weights_and_is_read_from_where_they_are(s
     assert same(load_file(dest / "model.safetensors"), weights(1))
     refused(
         ["pull", store, tmp_path / "fresh", "--anchor-source", folder(tmp_path, 5)],
-        "anchor of version 0",
+        f"{tmp_path}/v5 does not hold the files of the anchor of version 0 (made from {tmp_path}/v0)",
+        "a and 1 more in model.safetensors differs",
         error=ChainError,
+    )
+    with open(tmp_path / "v5" / "model.safetensors", "ab") as file:
+        file.write(b"0")
+    refused(
+        ["pull", store, tmp_path / "fresh", "--anchor-source", tmp_path / "v5"],
+        "model.safetensors has 32937 bytes there, 32936 in the anchor",
+        error=ConfigError,
     )
     assert not (tmp_path / "fresh").exists()
 
