@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import secrets
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -308,7 +309,7 @@ def sync_file(path: str) -> None:
 
 def replace_file(path: str, data: bytes, mode: int = 0o644) -> None:
     """Write a small file whole or not at all, durably."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:

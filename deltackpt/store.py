@@ -5,6 +5,7 @@ A put is whole or not there at all. An exclusive create has one winner. "Cannot 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -99,12 +100,10 @@ class Retrying:
         self._lock = threading.Lock()
         self._exclusive: bool | None = None
 
-    def _try(self, work: Callable[[], T], missed: Callable[[], None] = lambda: None) -> T:
+    def _try(self, work: Callable[[], T]) -> T:
         for number in range(self._tries - 1):
-            try:
+            with contextlib.suppress(Unavailable):
                 return work()
-            except Unavailable:
-                missed()
             self._sleep(self._draw() * min(LONGEST_S, FIRST_S * 2**number))
         return work()
 
@@ -115,7 +114,7 @@ class Retrying:
             return self._exclusive
 
     def put(self, key: str, parts: Sequence[Bytes], *, if_absent: bool = True) -> None:
-        """See Store.put. What is found to hold these bytes after an answer was lost, is ours."""
+        """See Store.put. A key that holds these very bytes is no error: after a lost answer they are ours."""
         if if_absent and not self._is_exclusive():
             try:
                 self.size(key)
@@ -123,11 +122,11 @@ class Retrying:
                 if_absent = False
             else:
                 raise AlreadyExists(f"{key} exists already")
-        lost: list[bool] = []
         try:
-            self._try(lambda: self.store.put(key, parts, if_absent=if_absent), partial(lost.append, True))
+            self._try(lambda: self.store.put(key, parts, if_absent=if_absent))
         except AlreadyExists:
-            if not lost or not self._holds(key, parts):
+            # Clients too send a write again whose answer was lost, and say nothing of it.
+            if not self._holds(key, parts):
                 raise
 
     def _holds(self, key: str, parts: Sequence[Bytes]) -> bool:
