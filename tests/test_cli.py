@@ -160,8 +160,8 @@ def test_every_publish_option_reaches_the_library(root: Path, monkeypatch: pytes
     )
     assert seen == {
         "arguments": ("v3", str(root / "store")), "step": 5, "run_id": "r", "base": "v2", "resume": True,
-        "new_lineage": True, "relayout": True, "anchor_ref": True, "anchors": False, "codec": "lz4", "form": "mask", "scratch": "tmp",
-        "threads": 2, "metadata": {"a": "b=c", "d": ""}, "mirror": "m", "anchor_source": "s",
+        "new_lineage": True, "relayout": True, "anchor_ref": True, "anchors": False, "codec": "lz4", "form": "mask",
+        "scratch": "tmp", "threads": 2, "metadata": {"a": "b=c", "d": ""}, "mirror": "m", "anchor_source": "s",
     }  # fmt: skip
 
 
