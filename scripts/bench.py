@@ -506,6 +506,18 @@ def long_log(work: Path, versions: int) -> Iterator[Measure]:
     yield Measure(section, "log", spent, "s", "< 1")
 
 
+def store_section(work: Path, repeats: int, mib: int) -> Iterator[Measure]:
+    """Measure buckets beside raw clients. In a file of its own, as it starts servers."""
+    from bench_store import store_lines
+    from weed import NotStarted
+
+    try:
+        for line in store_lines(work, repeats, mib):
+            yield Measure("store", *line)
+    except NotStarted as exc:
+        sys.exit(f"Error: {exc}")
+
+
 # --- main -------------------------------------------------------------------------------------
 
 
@@ -525,6 +537,8 @@ def parse() -> argparse.Namespace:
     add("--many", action="store_true", help="60,000 tensors")
     add("--log", action="store_true", help="log of a store with --versions versions")
     add("--versions", type=int, default=2000)
+    add("--store", action="store_true", help="buckets: fetching, polls, catching up; about 4 x --mib of disk")
+    add("--mib", type=int, default=512, help="size of the version of --store")
     add("--all", action="store_true", help="every section")
     add("--work", type=Path, help="folder for temporary files (default: the system's)")
     add("--json", type=Path, help="write the results here")
@@ -540,6 +554,7 @@ def sections(options: argparse.Namespace) -> Iterator[Measure]:
         (options.memory, lambda work: memory(work, options.gib)),
         (options.many, many_tensors),
         (options.log, lambda work: long_log(work, options.versions)),
+        (options.store, lambda work: store_section(work, options.repeats, options.mib)),
     ]
     for wanted, section in chosen:
         if wanted or options.all:
@@ -584,7 +599,7 @@ def main() -> None:
     for measure in sections(options):
         measures.append(measure)
         target = f"   (target {measure.target})" if measure.target else ""
-        line = f"{measure.section:22s} {measure.name:44s} {measure.value:10.3f} {measure.unit}"
+        line = f"{measure.section:22s} {measure.name:56s} {measure.value:10.3f} {measure.unit}"
         print(line + target, flush=True)
     if options.json is not None:
         results = Results(bench.machine(), reports, measures)

@@ -255,10 +255,11 @@ class Sidecar:
         run(deltackpt("verify", str(self.dest / "current"), "--against", self.store))
         applies = self._applies()
         back = next(event for event in applies if event["version"] == self.back)
+        deltas = f"{back['deltas']} delta{'s' if back['deltas'] != 1 else ''}"
         return (
             f"deltackpt watch was killed (SIGKILL) while it {self._while}, started again at version {self.back}, and "
-            f"went from {back['previous']} to {self.back} in one apply of {back['deltas']} delta{'s' if back['deltas'] != 1 else ''} within "
-            f"{self._return_s:.1f} s; its folder at version {version} is identical too, by deltackpt verify --against."
+            f"went from {back['previous']} to {self.back} in one apply of {deltas} within {self._return_s:.1f} s; "
+            f"its folder at version {version} is identical too, by deltackpt verify --against."
         )
 
     def close(self) -> None:
