@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import struct
@@ -234,6 +235,10 @@ def proxy(server: Server) -> Iterator[Proxy]:
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # Python 3.11 closes a forgotten writer in its destructor, which needs the loop: let that happen while it runs.
+        for _ in range(3):
+            gc.collect()
+            await asyncio.sleep(0)
 
     stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(main(stop)), name="fault-proxy")
