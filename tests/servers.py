@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import socket
 import struct
@@ -157,6 +156,16 @@ class Proxy:
     async def _forward(self, line: str, head: bytes, body: bytes) -> tuple[int, bytes, bytes]:
         host, _, port = self.server.endpoint.removeprefix("http://").partition(":")
         upstream, out = await asyncio.open_connection(host, int(port))
+        try:
+            return await self._answer(upstream, out, line, head, body)
+        finally:
+            # Also when this connection is given up: a writer that is left open is closed by its destructor, which
+            # fails once the loop has ended.
+            out.transport.abort()
+
+    async def _answer(
+        self, upstream: asyncio.StreamReader, out: asyncio.StreamWriter, line: str, head: bytes, body: bytes
+    ) -> tuple[int, bytes, bytes]:
         drop = (b"connection:", b"expect:")
         kept = [one for one in head.split(b"\r\n") if one and not one.lower().startswith(drop)]
         out.write(b"\r\n".join([*kept, b"Connection: close", b"", b""]) + body)
@@ -174,7 +183,6 @@ class Proxy:
                 answer = await _chunks(upstream)
             else:
                 answer = await upstream.read()
-        out.close()
         plain = (b"connection:", b"transfer-encoding:", b"content-length:")
         lines = [one for one in answer_head.split(b"\r\n") if one and not one.lower().startswith(plain)]
         nbytes = fields.get("content-length", "0") if line.startswith("HEAD") else str(len(answer))
@@ -224,6 +232,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
         except asyncio.CancelledError:
             writer.transport.abort()
         finally:
+            writer.close()
             tasks.discard(task)
 
     async def main(stop: asyncio.Event) -> None:
@@ -232,13 +241,12 @@ def proxy(server: Server) -> Iterator[Proxy]:
         ready.set()
         await stop.wait()
         listener.close()
+        # A connection that has just come has to reach `accept`, or nobody closes it.
+        await asyncio.sleep(0)
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # Python 3.11 closes a forgotten writer in its destructor, which needs the loop: let that happen while it runs.
-        for _ in range(3):
-            gc.collect()
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # transports say goodbye in the next round
 
     stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(main(stop)), name="fault-proxy")
