@@ -3,7 +3,7 @@
 Three modes. `switch`: immutable folders `v<version>` and an atomic link `current`. `replace`: new files are built
 beside the old ones and renamed under a journal that a later start rolls forward. `in-place`: new values are written
 into the files under a redo journal of absolute values, so that replaying it twice does no harm. No mode writes through
-a link.
+a link. Longer than most modules because the three modes share one lock, one record and one recovery.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Publishing weights: from a checkpoint folder, and from a trainer's tensors.
 
 The base advances only after the commit, and by the very delta that was published, so base and store cannot drift apart.
+Longer than most modules because both ways end in the same draft and commit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check a whole store, or a local folder against one, and list everything that is wrong. Never writes to either.
 
 A reader stops at the first fault; this module goes on, so that one look shows the extent of a damage. A fault is
-the error that a reader would raise.
+the error that a reader would raise. Longer than most modules because every object of a store has its check here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The sidecar: keeps a checkpoint folder at the version that it shall have, for as long as it is let.
 
 It never goes back unasked, never ends an apply half-way, and is never alive and silent: a poll that fails says so in
-one line, and what no later poll can mend ends the process with the error's exit code.
+one line, and what no later poll can mend ends the process with the error's exit code. Longer than most modules because
+one loop owns all of the watcher's state, and its rules are read together.
 """
 
 from __future__ import annotations
