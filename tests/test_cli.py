@@ -19,6 +19,7 @@ import click
 import make_cases
 import pytest
 from click.testing import CliRunner, Result
+from helpers import errors
 
 import deltackpt
 from deltackpt import cli as module
@@ -55,7 +56,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> Result:
 
 def good(*arguments: str) -> str:
     result = run(*arguments)
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, errors(result)) == (0, "")
     return result.stdout
 
 
@@ -71,7 +72,7 @@ def refused(exit_code: int, kind: str, *arguments: str) -> str:
     """Run as text and with --json; both end alike, with one line on stderr. Returns the message."""
     plain = run(*arguments)
     assert plain.exit_code == exit_code, plain.output
-    assert re.fullmatch(r"deltackpt: [^\n]+\n", plain.stderr)
+    assert re.fullmatch(r"deltackpt: [^\n]+\n", errors(plain))
     result = run(*arguments, "--json")
     assert result.exit_code == exit_code
     assert result.stderr.count("\n") == 1
