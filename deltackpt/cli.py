@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -52,9 +53,24 @@ class _Place(click.Path):
         return super().convert(value, param, ctx)
 
 
+class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic only in newer releases of click
+    """A number of bytes, with or without a unit: 500GB, 1.5TB, 64GiB."""
+
+    name = "bytes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGTP]?)(I?)B?", str(value).strip(), re.I | re.ASCII)
+        if match is None or (match[3] and not match[2]):
+            self.fail(f"{value!r} is no number of bytes; expected for example 500GB or 64GiB.", param, ctx)
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].upper()])
+
+
 _PATH = _Place(readable=False)
 _STEP = click.IntRange(min=0, max=1 << 62)
 _INTERRUPTED = 130
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 _SHOWN = 20
 """Rows of `log`, and names in a list, unless all are asked for."""
 
@@ -232,6 +248,13 @@ def _open(url: str) -> Store:
     return open_store(url, options=output.storage, single_writer=output.single_writer)
 
 
+def _cached(store: Store, folder: str | None, nbytes: int) -> Store:
+    """Return a store whose objects come through a cache of this host, if there is one."""
+    from deltackpt.cache import Cached
+
+    return store if folder is None else Cached(store, folder, nbytes=nbytes)
+
+
 _storage_option = click.option(
     "--storage-option", multiple=True, expose_value=False, callback=_set_storage, metavar="KEY=VALUE",
     envvar="DELTACKPT_STORAGE_OPTION", show_envvar=True,
@@ -249,6 +272,14 @@ _threads_option = click.option(
 _scratch_option = click.option(
     "--scratch", type=_PATH, metavar="DIR",
     help="Folder for a temporary copy of the weights, where one is needed.",
+)  # fmt: skip
+_cache_option = click.option(
+    "--cache", type=_PATH, metavar="DIR",
+    help="Folder on a disk or in the memory of this host, through which all followers here fetch each object once.",
+)  # fmt: skip
+_cache_size_option = click.option(
+    "--cache-size", type=_Bytes(), metavar="BYTES", default="32GiB", show_default=True,
+    help="Bound for --cache; what was not read for longest goes first.",
 )  # fmt: skip
 _anchor_source_option = click.option(
     "--anchor-source", type=_PATH, metavar="DIR",
@@ -499,6 +530,8 @@ def publish(
     "--lock", type=_PATH, metavar="FILE",
     help="File on a local disk to lock, where the filesystem of DEST has no locks.",
 )  # fmt: skip
+@_cache_option
+@_cache_size_option
 @_anchor_source_option
 @_threads_option
 @_storage_option
@@ -513,6 +546,8 @@ def pull(
     mode: Mode | None,
     reseed: bool,
     lock: str | None,
+    cache: str | None,
+    cache_size: int,
     anchor_source: str | None,
     threads: int | None,
 ) -> None:
@@ -525,15 +560,17 @@ def pull(
       deltackpt pull /mnt/fs/run7 /models/policy --version 12
       deltackpt pull /mnt/fs/run7 /dev/shm/policy --mode switch
     """
+    from deltackpt.cache import Cached
     from deltackpt.folder import CheckpointTarget
     from deltackpt.follow import Follower
 
     if version is not None and step is not None:
         raise click.UsageError("--version and --step cannot be given together.")
     target = CheckpointTarget(dest, mode=mode, lock=lock)
+    opened = _cached(_open(store), cache, cache_size)
     with (
         _stage(f"pulling into {dest}") as say,
-        Follower(_open(store), target, anchor_source=anchor_source, threads=threads) as follower,
+        Follower(opened, target, anchor_source=anchor_source, threads=threads) as follower,
     ):
         if step is not None:
             version = _version_of_step(follower.reader, step)
@@ -551,12 +588,13 @@ def pull(
         output.result(fields, f"{dest}: at version {at} already")
         return
     plan, manifest = prepared.plan, reader.manifest(prepared.version)
+    fetched = opened.fetched if isinstance(opened, Cached) else plan.nbytes
     adopted = prepared.previous == prepared.version
     seeded = 0 if plan.anchor is None else reader.manifest(plan.anchor).totals.raw
     fields = {
         "dest": dest, "version": prepared.version, "previous": prepared.previous, "mode": target.mode,
         "anchor": plan.anchor, "deltas": len(plan.steps), "bytes_raw": manifest.totals.raw,
-        "bytes_fetched": plan.nbytes, "bytes_reseeded": seeded, "adopted": adopted, **_milliseconds(prepared.times),
+        "bytes_fetched": fetched, "bytes_reseeded": seeded, "adopted": adopted, **_milliseconds(prepared.times),
     }  # fmt: skip
     if adopted:
         output.result(fields, f"{dest}: found to hold version {prepared.version}, recorded now")
@@ -568,7 +606,7 @@ def pull(
     if plan.steps or not sources:
         sources.append(count(len(plan.steps), "delta"))
     facts = [
-        " and ".join(sources), f"{size(plan.nbytes)} fetched",
+        " and ".join(sources), f"{size(fetched)} fetched",
         f"staged {prepared.times['stage_ms']:.0f} ms", f"applied {prepared.times['apply_ms']:.0f} ms",
     ]  # fmt: skip
     output.result(fields, f"{dest}: {way} ({', '.join(facts)})")

@@ -21,6 +21,9 @@ from deltackpt.cli import (
     Mode,
     Output,
     _anchor_source_option,
+    _cache_option,
+    _cache_size_option,
+    _cached,
     _json_option,
     _open,
     _printable,
@@ -95,6 +98,8 @@ _lease_url_option = click.option(
     "--log", "log_format", type=click.Choice(("text", "json")), default="text", show_default=True,
     help="What happens, on stderr: one line each, for people or as JSON.",
 )  # fmt: skip
+@_cache_option
+@_cache_size_option
 @_anchor_source_option
 @_threads_option
 @_storage_option
@@ -121,6 +126,8 @@ def watch(
     no_lease: bool,
     lock: str | None,
     log_format: Literal["text", "json"],
+    cache: str | None,
+    cache_size: int,
     anchor_source: str | None,
     threads: int | None,
 ) -> None:
@@ -154,10 +161,10 @@ def watch(
         if wake is not None:
             stack.enter_context(module.fifo(wake, pace))
         watcher = module.Watcher(
-            _open(store), dest, channel=channel, mode=mode, poll_s=poll_s, give_up_s=give_up_s, hold=hold,
-            reseed=reseed, command=command, lease_store=None if no_lease else _open(lease_url or store),
-            lease_name=lease_id, heartbeat=heartbeat, lock=lock, anchor_source=anchor_source, threads=threads,
-            pace=pace, say=say,
+            _cached(_open(store), cache, cache_size), dest, channel=channel, mode=mode, poll_s=poll_s,
+            give_up_s=give_up_s, hold=hold, reseed=reseed, command=command,
+            lease_store=None if no_lease else _open(lease_url or store), lease_name=lease_id, heartbeat=heartbeat,
+            lock=lock, anchor_source=anchor_source, threads=threads, pace=pace, say=say,
         )  # fmt: skip
         if metrics_port is not None:
             port = stack.enter_context(http.serve_metrics(watcher, metrics_port))

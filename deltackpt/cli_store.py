@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import click
 from deltackpt.cli import (
     _PATH,
     Output,
+    _Bytes,
     _json_option,
     _open,
     _single_writer_option,
@@ -33,24 +33,8 @@ if TYPE_CHECKING:
     from deltackpt.mirror import MirrorReport, Start
     from deltackpt.prune import PruneReport, Row
 
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
-
-class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic only in newer releases of click
-    """A number of bytes, with or without a unit: 500GB, 1.5TB, 64GiB."""
-
-    name = "bytes"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGTP]?)(I?)B?", str(value).strip(), re.I | re.ASCII)
-        if match is None or (match[3] and not match[2]):
-            self.fail(f"{value!r} is no number of bytes; expected for example 500GB or 64GiB.", param, ctx)
-        return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].upper()])
-
-
-class _From(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # as above
+class _From(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic only in newer releases of click
     """A version, or the word for the newest."""
 
     name = "version"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from deltackpt.cache import CACHE_NBYTES, Cached
 from deltackpt.chain import Entry, Plan
 from deltackpt.errors import ChainError, NotFound, Unavailable
 from deltackpt.reader import Reader
@@ -73,13 +74,26 @@ class Prepared:
 
 
 class Follower:
-    """Follows the store at `url` with one target. Not for use by several threads at once."""
+    """Follows the store at `url` with one target. Not for use by several threads at once.
+
+    cache: a folder that the followers of this host share, so that each object is fetched once; cache_nbytes: its bound.
+    """
 
     def __init__(
-        self, url: str | Store, target: Target, *, anchor_source: str | None = None, threads: int | None = None
+        self,
+        url: str | Store,
+        target: Target,
+        *,
+        cache: str | None = None,
+        cache_nbytes: int = CACHE_NBYTES,
+        anchor_source: str | None = None,
+        threads: int | None = None,
     ) -> None:
         self.target = target
-        self.reader = Reader(open_store(url), anchor_source=anchor_source, threads=threads)
+        store = open_store(url)
+        if cache is not None:
+            store = Cached(store, cache, nbytes=cache_nbytes)
+        self.reader = Reader(store, anchor_source=anchor_source, threads=threads)
 
     def close(self) -> None:
         """Release the target."""

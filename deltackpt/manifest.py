@@ -200,6 +200,17 @@ def data_prefix(version: int, attempt: str) -> str:
     return f"data/{version:020d}-{attempt}"
 
 
+_IMMUTABLE = ("data/", "files/", "layouts/", "partitions/", "placements/")
+
+
+def immutable(key: str) -> bool:
+    """Say whether what is under a key never changes and is named with its checksum, so that any copy of it will do.
+
+    Manifests do not change either, but whether there is one more of them only the store itself can tell.
+    """
+    return key.startswith(_IMMUTABLE)
+
+
 def encode(record: msgspec.Struct) -> bytes:
     """Write a record as one line of JSON. Raises ConfigError for text that is not Unicode."""
     try:

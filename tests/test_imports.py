@@ -15,9 +15,9 @@ PACKAGE = Path(deltackpt.__file__).parent
 
 ORDER = [
     "errors", "digest", "layout", "manifest", "chain", "codec", "shard", "jit", "kernels", "local", "remote",
-    "probe", "fsspecstore", "obstorestore", "store", "checkpoint", "backend", "cuda", "reader", "folder", "tensors",
-    "follow", "writer", "anchor", "publish", "verify", "lease", "prune", "mirror", "ledger", "watch", "control",
-    "baselines", "bench", "cli", "cli_fleet", "cli_store",
+    "probe", "fsspecstore", "obstorestore", "store", "cache", "checkpoint", "backend", "cuda", "reader", "folder",
+    "tensors", "follow", "writer", "anchor", "publish", "verify", "lease", "prune", "mirror", "ledger", "watch",
+    "control", "baselines", "bench", "cli", "cli_fleet", "cli_store",
 ]  # fmt: skip
 """Each module imports only modules to its left."""
 
