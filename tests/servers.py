@@ -12,12 +12,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 # Shared with the demo and the bench.
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 import weed
 from weed import BUCKET, ENVIRONMENT, KEY, READY_S, SECRET
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIEnvironment
 
 __all__ = ["BUCKET", "ENVIRONMENT", "Fault", "Proxy", "Server", "moto", "proxy", "rclone", "seaweedfs"]
 
@@ -63,12 +66,24 @@ def rclone(folder: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def moto() -> Iterator[Server]:
-    """Run moto: a mock in this process that starts at once."""
+    """Run moto: a mock in this process that starts at once.
+
+    Its own threads share dictionaries without a lock: two exclusive creates could both win, and a listing could fail.
+    Here it answers one request at a time.
+    """
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
+        assert server._server is not None
+        application, lock = server._server.app, threading.Lock()
+
+        def one_at_a_time(environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
+            with lock:
+                return list(application(environ, start_response))
+
+        server._server.app = one_at_a_time
         host, port = server.get_host_and_port()
         found = Server("moto", f"http://{host}:{port}")
         found.make_bucket()
