@@ -188,8 +188,8 @@ def _reported(ctx: click.Context) -> Iterator[None]:
 
 
 _ELSEWHERE = {
-    "channel": "cli_fleet", "mirror": "cli_store", "prune": "cli_store", "status": "cli_fleet", "tag": "cli_store",
-    "watch": "cli_fleet",
+    "channel": "cli_fleet", "export": "cli_compat", "import": "cli_compat", "mirror": "cli_store", "prune": "cli_store",
+    "status": "cli_fleet", "tag": "cli_store", "watch": "cli_fleet",
 }  # fmt: skip
 """Modules of the commands that are not in this one; imported by name when a command is used."""
 
@@ -205,7 +205,9 @@ class _Cli(click.Group):
         """Return a command by name."""
         if cmd_name not in _ELSEWHERE:
             return super().get_command(ctx, cmd_name)
-        command: click.Command = getattr(importlib.import_module(f"deltackpt.{_ELSEWHERE[cmd_name]}"), cmd_name)
+        module = importlib.import_module(f"deltackpt.{_ELSEWHERE[cmd_name]}")
+        # import is a word of Python
+        command: click.Command = getattr(module, "import_" if cmd_name == "import" else cmd_name)
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     Array: TypeAlias = torch.Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-    Params: TypeAlias = Mapping[str, Array] | Iterable[tuple[str, Array]]
+    Params: TypeAlias = "Mapping[str, Array] | Iterable[tuple[str, Array]] | Live"
 
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
@@ -61,8 +61,11 @@ class Live:
 def collect(params: Params, known: Layout | None = None) -> Live:
     """Return the layout and the memory of named tensors. Strided ones are copied. Raises ConfigError by name.
 
-    known: a layout that they may have; then it is that very object, with all that was derived from it.
+    known: a layout that they may have; then it is that very object, with all that was derived from it. Tensors that are
+    described already are taken as they are.
     """
+    if isinstance(params, Live):
+        return params
     found: dict[str, tuple[str, tuple[int, ...], int, object]] = {}
     places: dict[str, object] = {}
     host = "cpu"
