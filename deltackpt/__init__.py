@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from deltackpt.follow import Follower, Prepared, weight_version
     from deltackpt.manifest import Manifest
     from deltackpt.mirror import Mirror, mirror_store
+    from deltackpt.planned import PlannedTarget
     from deltackpt.prune import prune_store
     from deltackpt.publish import Pending, Publisher, publish_folder
+    from deltackpt.scatter import cached_plan, make_plan
     from deltackpt.store import open_store
     from deltackpt.tensors import TensorTarget
     from deltackpt.verify import verify_folder, verify_store
@@ -53,6 +55,7 @@ __all__ = [
     "Mirror",
     "NotFound",
     "Pending",
+    "PlannedTarget",
     "Poisoned",
     "Prepared",
     "Publisher",
@@ -62,7 +65,9 @@ __all__ = [
     "Unavailable",
     "UnsupportedFormat",
     "Watcher",
+    "cached_plan",
     "make_anchor",
+    "make_plan",
     "mirror_store",
     "open_store",
     "prune_store",
@@ -78,11 +83,14 @@ _MODULES = {
     "Manifest": "manifest",
     "Mirror": "mirror",
     "Pending": "publish",
+    "PlannedTarget": "planned",
     "Prepared": "follow",
     "Publisher": "publish",
     "TensorTarget": "tensors",
     "Watcher": "watch",
+    "cached_plan": "scatter",
     "make_anchor": "anchor",
+    "make_plan": "scatter",
     "mirror_store": "mirror",
     "open_store": "store",
     "prune_store": "prune",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Array: TypeAlias = torch.Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]
     Params: TypeAlias = "Mapping[str, Array] | Iterable[tuple[str, Array]] | Live"
 
-_DTYPES = {
+DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
@@ -42,7 +42,7 @@ _DTYPES = {
 
 @lru_cache(maxsize=64)
 def _dtype_of(dtype: object) -> str | None:
-    return _DTYPES.get(str(dtype).removeprefix("torch."))
+    return DTYPES.get(str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def device_for(on: str, threads: int | None) -> Device:
 def _numpy(
     name: str, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 ) -> tuple[str, tuple[int, ...], int, object]:
-    dtype = _DTYPES.get(array.dtype.name)
+    dtype = DTYPES.get(array.dtype.name)
     if dtype is None or dtype == "F4":
         raise ConfigError(
             f"tensor {name}: numpy's {array.dtype} has no safetensors dtype; convert it before publishing"
@@ -430,10 +430,10 @@ def _read_to(
         device.copy(address + begin, int(part.__array_interface__["data"][0]), len(part))
 
 
-def restore_into(reader: Reader, version: int, device: Device, where: U64) -> None:
-    """Write a version of the store, whole and proven, to the addresses of its layout."""
+def restore_into(reader: Reader, version: int, device: Device, where: U64, plan: Plan | None = None) -> None:
+    """Write a version of the store, whole and proven, to the addresses of its layout; plan: from which anchor."""
     layout = reader.layout(reader.manifest(version).layout)
-    plan = reader.plan(version, local=None)
+    plan = plan or reader.plan(version, local=None)
     assert plan.anchor is not None
     anchor = reader.anchor(plan.anchor)
     read_anchor(anchor, device, where, reader.threads)

@@ -16,7 +16,9 @@ PACKAGE = Path(deltackpt.__file__).parent
 ORDER = [
     "errors", "digest", "layout", "manifest", "chain", "codec", "shard", "jit", "kernels", "local", "remote",
     "probe", "fsspecstore", "obstorestore", "store", "cache", "checkpoint", "backend", "cuda", "reader", "folder",
-    "tensors", "follow", "writer", "anchor", "publish", "verify", "lease", "prune", "mirror", "ledger", "watch",
+    "tensors",
+    "ids", "live", "places", "scatter", "planned",
+    "follow", "writer", "anchor", "publish", "verify", "lease", "prune", "mirror", "ledger", "watch",
     "control", "weightv", "export", "ingest", "baselines", "bench", "cli", "cli_fleet", "cli_store", "cli_compat",
 ]  # fmt: skip
 """Each module imports only modules to its left."""

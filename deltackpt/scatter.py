@@ -1,0 +1,467 @@
+"""Scatter plans: where every byte of every checkpoint tensor lands in a live module, found by content.
+
+The engine's own loader is run a few times, on planes of position ids (`ids`), and what comes out is read: any way of
+copying is a plan, whatever the loader did on the way. The world is closed: each byte that can be reached from the
+module is planned, constant, or derived by a call that the caller names; anything else is refused, with the list.
+A plan says nothing about how the engine's *start-up* load laid out its weights: `planned` proves that on real weights.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import zstandard
+
+from deltackpt.backend import in_order
+from deltackpt.digest import U64, sha256
+from deltackpt.errors import ConfigError, FormatError, IntegrityError, Poisoned
+from deltackpt.ids import Bits, Planes, torch_dtype
+from deltackpt.kernels import U8
+from deltackpt.layout import I64, Layout, element_width
+from deltackpt.live import Live, Region, View
+from deltackpt.places import Mask, Numbering, PlaceMap, compress, runs_of
+from deltackpt.tensors import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+Refresh: TypeAlias = Callable[[], object]
+
+_UNSIGNED = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
+_NAMED = 12
+"""Tensors that a refusal lists; the rest is counted."""
+_LEVEL = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A live region as elements of one width: a tensor of the live layout."""
+
+    region: str
+    width: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        """Its name in the live layout."""
+        return f"{self.region}:{self.width}"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Bytes of live memory by what they are, and of the checkpoint by whether they are here."""
+
+    live: int
+    planned: int
+    constant: int
+    derived: int
+    checkpoint: int
+    landed: int
+
+    def __str__(self) -> str:
+        parts = [f"{100 * n / max(1, self.live):.2f} % {what}" for what, n in (
+            ("planned", self.planned), ("constant", self.constant), ("derived", self.derived))]  # fmt: skip
+        here = 100 * self.landed / max(1, self.checkpoint)
+        return f"{self.live} live bytes: {', '.join(parts)}; {here:.2f} % of the checkpoint is here"
+
+
+@dataclass(frozen=True)
+class ScatterPlan:
+    """Where the elements of a checkpoint are in a module whose tensors have `signature`.
+
+    maps: the first has every element that is here, once; the others further copies. derived: live tensors that a
+    refresh call recomputes. setting: the caller's words for what else the plan depends on (engine, version, ranks).
+    """
+
+    layout: Layout
+    signature: str
+    setting: str
+    state: tuple[str, ...]
+    derived: tuple[str, ...]
+    rows: tuple[Row, ...]
+    maps: tuple[PlaceMap, ...] = field(repr=False)
+    coverage: Coverage
+
+    @cached_property
+    def live(self) -> Layout:
+        """The live layout: regions as unsigned integers."""
+        return Layout(
+            [r.name for r in self.rows], [_UNSIGNED[r.width] for r in self.rows], [(r.count,) for r in self.rows]
+        )
+
+    @cached_property
+    def source_numbering(self) -> Numbering:
+        """How the elements of the checkpoint are counted through."""
+        return Numbering(self.layout)
+
+    @cached_property
+    def live_numbering(self) -> Numbering:
+        """How live elements are counted through."""
+        return Numbering(self.live)
+
+    @cached_property
+    def landed(self) -> I64:
+        """How many elements of each tensor are here."""
+        owner = self.source_numbering.owner(self.maps[0].source)
+        return np.bincount(owner, weights=self.maps[0].extent, minlength=len(self.layout.names)).astype(np.int64)
+
+    @cached_property
+    def whole(self) -> Mask:
+        """Which tensors are here with all their elements."""
+        whole: Mask = self.landed == self.layout.count
+        return whole
+
+    def addresses(self, live: Live) -> U64:
+        """Return the address of each tensor of the live layout. `live` has the plan's signature."""
+        where = {r.name: r for r in live.regions}
+        for row in self.rows:
+            if row.region not in where or row.width * row.count > where[row.region].nbytes:
+                raise IntegrityError(f"the plan has a row outside of {row.region}; make it again")
+        by_name = {row.name: where[row.region].address for row in self.rows}
+        return np.array([by_name[n] for n in self.live.names], np.uint64)
+
+
+def make_plan(
+    module: torch.nn.Module,
+    load: Load,
+    layout: Layout,
+    *,
+    setting: str = "",
+    derived: Mapping[str, Refresh] | None = None,
+    state: Sequence[str] = (),
+    threads: int | None = None,
+) -> ScatterPlan:
+    """Find out where `load` puts the tensors of `layout` in `module`. The module is left as it was, bit for bit.
+
+    load: runs the engine's whole way from checkpoint tensors, an iterable of (name, tensor), to a module that is ready,
+    post-load processing included. It is called a few times (3 for 16-bit weights of up to 16 million elements, one more
+    for each factor 4,096), with tensors that it may keep or change.
+    derived: refresh calls by live tensor; each is proven here: it must give what the loader gave.
+    state: patterns of names that are working memory, as `*.kv_cache*`; they are neither saved nor looked at.
+
+    Needs host memory for a copy of the live tensors. Sampling must stand still meanwhile. Raises ConfigError with the
+    list of what cannot be planned, cast or computed; Poisoned when the module could not be put back.
+    """
+    planes = Planes(layout)
+    refreshes = dict(derived or {})
+    before = Live(module, state=state)
+    saved = {r.name: r.memory.copy() for r in before.regions}
+    seen: list[dict[str, bytes]] = []
+    try:
+        for plane in range(planes.passes):
+            load(planes.tensors(plane))
+            after = Live(module, state=state)
+            if after.signature != before.signature:
+                raise ConfigError(f"the loader leaves other tensors than it found: {_difference(before, after)}")
+            seen.append(dict(in_order(_pack, after.regions, threads)))
+        if refreshes:
+            _prove_refreshes(Live(module, state=state), refreshes)
+    finally:
+        _put_back(Live(module, state=state), before, saved)
+    return _Decoding(planes, before, saved, seen, tuple(sorted(refreshes))).plan(setting, tuple(state), threads)
+
+
+def _pack(region: Region) -> tuple[str, bytes]:
+    """Keep what a region shows. Digits repeat, so that little is left of them."""
+    return region.name, zstandard.compress(memoryview(region.memory), 1)
+
+
+def _put_back(live: Live, before: Live, saved: Mapping[str, U8]) -> None:
+    if live.signature != before.signature:
+        raise Poisoned(
+            f"planning left other tensors in the module than it found ({_difference(before, live)}); "
+            "load it again by the engine's own loader"
+        )
+    for region in live.regions:
+        region.memory[:] = saved[region.name]
+
+
+def _difference(before: Live, after: Live) -> str:
+    """Name a tensor in which two walks differ."""
+    old, new = (
+        {v.names[0]: (v.dtype, v.shape, v.stride, r.name) for r in x.regions for v in r.views} for x in (before, after)
+    )
+    for name in [*old, *new]:
+        if old.get(name) != new.get(name):
+            was, now = ("absent" if t is None else f"{t[0]}{list(t[1])}" for t in (old.get(name), new.get(name)))
+            return f"{name} was {was}, is {now}"
+    return "the same tensors overlap otherwise"
+
+
+def _prove_refreshes(live: Live, refreshes: Mapping[str, Refresh]) -> None:
+    """Raise ConfigError unless the calls give back, from nothing, what the loader gave."""
+    places = {n: (r, v) for r in live.regions for v in r.views for n in v.names}
+    if missing := [n for n in refreshes if n not in places]:
+        raise ConfigError(f"{missing[0]} is to be refreshed, but no such tensor can be reached from the module")
+    given = {}
+    for name in refreshes:
+        region, one = places[name]
+        mine = region.memory[_bytes_of(one)]
+        given[name] = mine.copy()
+        region.memory[_bytes_of(one)] = ~mine
+    refresh_all(refreshes)
+    for name in refreshes:
+        region, one = places[name]
+        if not np.array_equal(region.memory[_bytes_of(one)], given[name]):
+            raise ConfigError(f"the refresh call for {name} does not give what the loader gives; correct it")
+
+
+def refresh_all(refreshes: Mapping[str, Refresh]) -> None:
+    """Call each refresh once, in the order of names."""
+    called: list[Refresh] = []
+    for name in sorted(refreshes):
+        if refreshes[name] not in called:
+            called.append(refreshes[name])
+            refreshes[name]()
+
+
+def _bytes_of(one: View) -> I64:
+    """Return the bytes that a view takes up, as indices into its region."""
+    width = one.width
+    at = np.array([one.offset], np.int64)
+    for extent, step in zip((*one.shape, width), (*(s * width for s in one.stride), 1), strict=True):
+        if extent > 1:
+            at = (at[:, None] + np.arange(extent) * step).reshape(-1)
+    return at
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What was found out about a region. bytes_*: how many; runs: of places; problems: by live tensor."""
+
+    planned: int
+    constant: int
+    derived: int
+    runs: tuple[tuple[int, I64, I64], ...]  # width, ids as elements of the layout, elements of the row
+    problems: tuple[str, ...]
+
+
+class _Decoding:
+    """Reads ids from what the loader left."""
+
+    def __init__(
+        self,
+        planes: Planes,
+        live: Live,
+        saved: Mapping[str, U8],
+        seen: Sequence[Mapping[str, bytes]],
+        derived: tuple[str, ...],
+    ) -> None:
+        self.planes, self.regions, self.saved, self.seen, self.derived = planes, live.regions, saved, seen, derived
+        self.signature = live.signature
+        self.numbering = Numbering(planes.layout)
+
+    def plan(self, setting: str, state: tuple[str, ...], threads: int | None) -> ScatterPlan:
+        """Decode all regions. Raises ConfigError with what is left over."""
+        layout = self.planes.layout
+        pieces = list(in_order(self._decode, self.regions, threads))
+        if problems := [p for piece in pieces for p in piece.problems]:
+            more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+            raise ConfigError(
+                f"{len(problems)} live tensors cannot be planned: {'; '.join(problems[:_NAMED])}{more}. "
+                "Name a refresh call for each, or use the engine's own reload"
+            )
+        rows = tuple(
+            Row(region.name, width, region.nbytes // width)
+            for region, piece in zip(self.regions, pieces, strict=True)
+            for width in sorted({w for w, _, _ in piece.runs})
+        )  # fmt: skip
+        live = Layout([r.name for r in rows], [_UNSIGNED[r.width] for r in rows], [(r.count,) for r in rows])
+        numbering = Numbering(live)
+        columns: list[list[I64]] = [[np.empty(0, np.int64)] for _ in range(5)]
+        for region, piece in zip(self.regions, pieces, strict=True):
+            for width, elements, places in piece.runs:
+                row = live.position[Row(region.name, width, 0).name]
+                found = runs_of(elements, numbering.of_tensor[row] + places, self.numbering, row)
+                for column, part in zip(columns, found, strict=True):
+                    column.append(part)
+        source, at, count, tensor, row_of = (np.concatenate(c) for c in columns)
+        maps = tuple(compress(source, at, count, tensor, row_of))
+        owner = self.numbering.owner(maps[0].source)
+        coverage = Coverage(
+            sum(r.nbytes for r in self.regions),
+            sum(p.planned for p in pieces),
+            sum(p.constant for p in pieces),
+            sum(p.derived for p in pieces),
+            layout.total_bytes,
+            int((maps[0].extent * layout.width[owner]).sum()),
+        )
+        return ScatterPlan(layout, self.signature, setting, state, self.derived, rows, maps, coverage)
+
+    def _decode(self, region: Region) -> _Piece:
+        shown = [np.frombuffer(zstandard.decompress(s[region.name]), np.uint8) for s in self.seen]
+        # What is the same whatever was loaded, the real weights included, depends on none of them.
+        open_ = np.zeros(region.nbytes, bool)
+        for now in shown:
+            open_ |= now != self.saved[region.name]
+        runs = []
+        for dtype in self._candidates(region):
+            if not open_.any():
+                break
+            width = element_width(dtype)
+            n = region.nbytes // width
+            at = np.flatnonzero(open_[: n * width].reshape(n, width).any(axis=1))
+            ids = self.planes.decode(dtype, [now[: n * width].view(f"<u{width}")[at] for now in shown])
+            at, ids = at[ids >= 0], ids[ids >= 0]
+            if len(at):
+                open_[: n * width].reshape(n, width)[at] = False
+                runs.append((width, self._elements(dtype, ids), at))
+        planned = sum(w * len(at) for w, _, at in runs)
+        derived, problems = 0, list[str]()
+        if open_.any():
+            for one in region.views:
+                mine = _bytes_of(one)
+                if set(one.names) & set(self.derived):
+                    derived += int(open_[mine].sum())
+                    open_[mine] = False
+            problems = [self._problem(one, shown) for one in region.views if open_[_bytes_of(one)].any()]
+            if not problems and open_.any():
+                problems.append(f"{region.name}: bytes between its elements change")
+        return _Piece(planned, region.nbytes - planned - derived, derived, tuple(runs), tuple(problems))
+
+    def _candidates(self, region: Region) -> list[str]:
+        """Dtypes whose ids a region may show: those of its tensors first, then wide ones before narrow ones."""
+        own = [DTYPES.get(v.dtype) for v in region.views]
+        known = sorted(self.planes.tensors_of, key=lambda d: (d not in own, -element_width(d), d))
+        return [d for d in known if self.planes.elements(d)]
+
+    def _elements(self, dtype: str, ids: I64) -> I64:
+        """Turn ids of a dtype into elements of the layout."""
+        tensors, first = self.planes.tensors_of[dtype], self.planes.first_of[dtype]
+        which = np.searchsorted(first, ids, side="right") - 1
+        elements: I64 = ids - first[which] + self.numbering.of_tensor[tensors[which]]
+        return elements
+
+    def _problem(self, one: View, shown: Sequence[U8]) -> str:
+        """Name a live tensor that shows no ids, and say what was done to the weights."""
+        what = f"{one.names[0]} ({one.dtype}{list(one.shape)})"
+        if all(np.array_equal(now, shown[0]) for now in shown):
+            return f"{what} changes with a load, but shows nothing of what was loaded"
+        mine, own = _bytes_of(one), DTYPES.get(one.dtype)
+        for dtype in self.planes.tensors_of:
+            if own in (None, dtype) or not self.planes.elements(dtype):
+                continue
+            ids = self.planes.decode(dtype, [_converted(now[mine], own, dtype) for now in shown])
+            if (ids >= 0).mean() > 0.5:
+                tensor = int(self.planes.owner(dtype, ids[ids >= 0][:1])[0])
+                return f"{what} is a cast of {self.planes.layout.names[tensor]} ({dtype})"
+        return f"{what} is computed from the weights (arithmetic, requantisation)"
+
+
+def _converted(raw: U8, dtype: str, to: str) -> Bits:
+    """Return values of one dtype as bit patterns of another."""
+    import torch
+
+    tensor = torch.from_numpy(raw.copy()).view(torch_dtype(dtype)).to(torch_dtype(to))
+    bits: Bits = tensor.view(torch.uint8).numpy().view(f"<u{element_width(to)}")
+    return bits
+
+
+# ---------------------------------------------------------------- on disk
+
+
+def cached_plan(
+    folder: str | Path,
+    module: torch.nn.Module,
+    load: Load,
+    layout: Layout,
+    *,
+    setting: str,
+    derived: Mapping[str, Refresh] | None = None,
+    state: Sequence[str] = (),
+    threads: int | None = None,
+) -> ScatterPlan:
+    """Return the plan kept in `folder` for this layout, module and setting, or make it and keep it there.
+
+    setting: everything else that decides where weights land: engine, its version, ranks and sizes of all parallel
+    groups, quantisation. Otherwise as `make_plan`. A plan from disk is checked: nothing in it can reach outside of
+    the module's memory; whether it fits the weights is proven by whoever uses it.
+    """
+    signature = Live(module, state=state).signature
+    key = sha256(json.dumps([_LEVEL, layout.digest, signature, setting, sorted(derived or {}), list(state)]).encode())
+    path = Path(folder) / f"{key}.plan"
+    if path.exists():
+        return load_plan(path, layout)
+    plan = make_plan(module, load, layout, setting=setting, derived=derived, state=state, threads=threads)
+    save_plan(plan, path)
+    return plan
+
+
+def save_plan(plan: ScatterPlan, path: str | Path) -> None:
+    """Write a plan to a file, whole or not at all."""
+    head = {
+        "level": _LEVEL, "layout": plan.layout.digest, "signature": plan.signature, "setting": plan.setting,
+        "state": plan.state, "derived": plan.derived, "rows": [[r.region, r.width, r.count] for r in plan.rows],
+        "coverage": vars(plan.coverage), "maps": len(plan.maps),
+    }  # fmt: skip
+    out = io.BytesIO()
+    arrays = {
+        f"{n}.{key}": getattr(m, key) for n, m in enumerate(plan.maps) for key in ("source", "live", "kind", "shapes")
+    }
+    np.savez_compressed(out, head=np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays)
+    body = out.getvalue()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".plan-")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(sha256(body).encode() + body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load_plan(path: str | Path, layout: Layout) -> ScatterPlan:
+    """Read a plan from a file. Raises IntegrityError where the file is damaged, ConfigError for another layout."""
+    raw = Path(path).read_bytes()
+    if sha256(raw[64:]).encode() != raw[:64]:
+        raise IntegrityError(f"{path} is damaged; remove it, and the plan is made again")
+    try:
+        with np.load(io.BytesIO(raw[64:]), allow_pickle=False) as file:
+            head = json.loads(file["head"].tobytes())
+            if head["level"] != _LEVEL:
+                raise ConfigError(f"{path} was written by another release; remove it, and the plan is made again")
+            maps = tuple(
+                PlaceMap(*(file[f"{n}.{k}"] for k in ("source", "live", "kind", "shapes"))) for n in range(head["maps"])
+            )
+        if head["layout"] != layout.digest:
+            raise ConfigError(f"{path} is a plan for layout {head['layout'][:12]}, not {layout.digest[:12]}")
+        rows = tuple(Row(*r) for r in head["rows"])
+        plan = ScatterPlan(
+            layout, head["signature"], head["setting"], tuple(head["state"]), tuple(head["derived"]), rows, maps,
+            Coverage(**head["coverage"]),
+        )  # fmt: skip
+        for one in maps:
+            one.require_inside(plan.source_numbering, plan.live_numbering)
+    except (KeyError, TypeError, ValueError, zipfile.BadZipFile, FormatError) as exc:
+        raise IntegrityError(f"{path} is no plan ({exc}); remove it, and the plan is made again") from exc
+    return plan
+
+
+def batches(plan: ScatterPlan, nbytes: int) -> Iterator[I64]:
+    """Yield the tensors that are here, in part or whole, in pieces of one width and about `nbytes`."""
+    layout = plan.layout
+    order = plan.source_numbering.order
+    order = order[plan.landed[order] > 0]
+    for width in (1, 2, 4, 8):
+        mine = order[layout.width[order] == width]
+        if len(mine):
+            piece = np.cumsum(layout.nbytes[mine]) // nbytes
+            yield from np.split(mine, np.flatnonzero(np.diff(piece)) + 1)
