@@ -69,6 +69,18 @@ _lease_url_option = click.option(
     "it is run again until it exits with 0, also after a restart.",
 )  # fmt: skip
 @click.option(
+    "--engine", metavar="URL",
+    help="Let the engine at vllm+http://HOST:PORT or sglang+http://HOST:PORT load each version from DEST, before CMD.",
+)  # fmt: skip
+@click.option(
+    "--kv", type=click.Choice(("reset", "keep")), default="reset", show_default=True,
+    help="What the engine has cached for running requests: computed again with the new weights, or kept.",
+)  # fmt: skip
+@click.option(
+    "--draft", type=click.Choice(("follow", "none")),
+    help="What becomes of the engine's draft model: updated too, or left as it is. [default: refuse one]",
+)  # fmt: skip
+@click.option(
     "--mode", type=click.Choice(MODES),
     help="How DEST is kept, see pull. [default: what DEST was made with, for a new one switch]",
 )  # fmt: skip
@@ -113,6 +125,9 @@ def watch(
     poll_s: float,
     once: bool,
     command: str | None,
+    engine: str | None,
+    kv: Literal["reset", "keep"],
+    draft: Literal["follow", "none"] | None,
     mode: Mode | None,
     hold: bool,
     reseed: bool,
@@ -140,10 +155,13 @@ def watch(
     \b
       deltackpt watch /mnt/fs/run7 /dev/shm/policy
       deltackpt watch /mnt/fs/run7 /models/policy --once --mode replace
+      deltackpt watch /mnt/fs/run7 /dev/shm/policy --engine vllm+http://127.0.0.1:8000
       deltackpt watch /mnt/fs/run7 /dev/shm/policy --channel rollout --exec 'curl -fsS -X POST localhost:8000/reload'
     """
     from deltackpt import control as http
     from deltackpt import watch as module
+    from deltackpt.engine import Engine
+    from deltackpt.folder import OWN
     from deltackpt.lease import require_name
 
     if hold and control is None:
@@ -153,7 +171,10 @@ def watch(
     for name, what in ((channel, "channel"), (lease_id, "lease id")):
         if name is not None:
             require_name(name, what)
+    if engine is None and draft is not None:
+        raise click.UsageError("--draft needs --engine.")
     say = _text_log if log_format == "text" else _json_log
+    driven = None if engine is None else Engine(engine, os.path.join(dest, OWN, "engine.json"), kv=kv, draft=draft)
     with contextlib.ExitStack() as stack:
         if log_format == "json":
             stack.enter_context(_only_json(output))
@@ -162,10 +183,13 @@ def watch(
             stack.enter_context(module.fifo(wake, pace))
         watcher = module.Watcher(
             _cached(_open(store), cache, cache_size), dest, channel=channel, mode=mode, poll_s=poll_s,
-            give_up_s=give_up_s, hold=hold, reseed=reseed, command=command,
+            give_up_s=give_up_s, hold=hold, reseed=reseed, command=command, engine=driven,
             lease_store=None if no_lease else _open(lease_url or store), lease_name=lease_id, heartbeat=heartbeat,
             lock=lock, anchor_source=anchor_source, threads=threads, pace=pace, say=say,
         )  # fmt: skip
+        if driven is not None:
+            how = {"engine": driven.url, "kv": kv, "draft": draft}
+            say(module.Event("info", "driving", f"driving {driven.url} (kv {kv}, draft {draft or 'refused'})", how))
         if metrics_port is not None:
             port = stack.enter_context(http.serve_metrics(watcher, metrics_port))
             say(module.Event("info", "listening", f"metrics on port {port}", {"metrics_port": port}))

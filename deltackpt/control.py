@@ -104,6 +104,7 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("start_timestamp_seconds", "since", "When the watcher was started."),
     ("stage_ms", "stage_ms", "Fetching and decoding of the last applied version."),
     ("apply_ms", "apply_ms", "The last apply."),
+    ("pause_ms", "pause_ms", "How long the engine stood still for the last load."),
 )
 _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("polls_total", "polls", "Polls begun."),

@@ -25,6 +25,7 @@ from typing import Literal, TypeAlias, cast
 import msgspec
 
 from deltackpt.chain import Entry, Plan
+from deltackpt.engine import Engine, EngineFailed
 from deltackpt.errors import (
     ChainError,
     ConfigError,
@@ -156,7 +157,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """A watcher as seen from outside. goal: what it shall hold, None while that is not known.
 
     head: newest version seen; staged: on its way in, or waiting for an order. since: of the process; *_time: seconds
-    since 1970. times: of the last apply.
+    since 1970. times: of the last apply. engine_version: weight version as read back from the engine, None while it
+    cannot be read; pause_ms: how long the engine last stood still.
     """
 
     store: str
@@ -184,6 +186,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     apply_ms: float = 0.0
     stage_ms_total: float = 0.0
     apply_ms_total: float = 0.0
+    engine: str | None = None
+    engine_version: str | None = None
+    pause_ms: float | None = None
 
 
 class _Stopped(BaseException):
@@ -220,7 +225,8 @@ class Watcher:
     """Keeps `dest` at a version of the store at `url`: the newest, a channel's, or the one last ordered.
 
     hold: stage the newest or the channel's version, and apply only what is ordered. command: run by the shell after
-    each apply. lease_store: where to put a lease, None: nowhere. wrap: put around the store, for tests.
+    each apply. engine: brought to what the folder holds after each apply, before the command. lease_store: where to put
+    a lease, None: nowhere. wrap: put around the store, for tests.
 
     `run` and `once` belong to one thread; `order`, `wake` and `state` may be used by all; `terminate` by a signal
     handler of that thread.
@@ -238,6 +244,7 @@ class Watcher:
         hold: bool = False,
         reseed: bool = False,
         command: str | None = None,
+        engine: Engine | None = None,
         lease_store: Store | None = None,
         lease_name: str | None = None,
         heartbeat: str | None = None,
@@ -266,6 +273,9 @@ class Watcher:
         own = os.path.join(self.dest, OWN)
         self._log = ApplyLog(os.path.join(own, "apply.log"))
         self._hook = None if command is None else Hook(command, self.dest, os.path.join(own, "hook.json"))
+        self._engine = engine
+        if engine is not None and self.mode != "switch":
+            raise ConfigError(f"{self.dest} is kept in {self.mode} mode; an engine loads from a folder in switch mode")
         self._heart = None if heartbeat is None else Heartbeat(heartbeat)
         self._lease_store, self._lease_name = lease_store, lease_name
         self._keeper: Keeper | None = None
@@ -281,7 +291,10 @@ class Watcher:
         self._waiting_for: str | None = None
         self._missing: list[str] = []
         self._sign_lock, self._signed = threading.Lock(), self._pace.now()
-        self._state = State(store=self.url, dest=self.dest, mode=self.mode, channel=channel, since=self._pace.date())
+        self._state = State(
+            store=self.url, dest=self.dest, mode=self.mode, channel=channel, since=self._pace.date(),
+            engine=None if engine is None else engine.url,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ from outside
 
@@ -343,7 +356,9 @@ class Watcher:
                     break
                 except DeltaError as exc:
                     self._note_error(exc)
-                    passing = isinstance(exc, Unavailable) or (self._fault is not None and not _final(exc))
+                    passing = isinstance(exc, (Unavailable, EngineFailed)) or (
+                        self._fault is not None and not _final(exc)
+                    )
                     if not passing or self._pace.now() - began >= self._give_up_s:
                         raise
                     self._tell("warning", "failed", f"{exc}; trying again", self._error_fields(exc))
@@ -410,7 +425,7 @@ class Watcher:
             self._tell("error", "given-up" if given_up else "failed", text, self._error_fields(exc))
             return normal
         self._tell("error", "failed", str(exc), self._error_fields(exc))
-        return normal if isinstance(exc, HookFailed) else self._backoff.next()
+        return normal if isinstance(exc, (HookFailed, EngineFailed)) else self._backoff.next()
 
     def _error_fields(self, exc: DeltaError) -> dict[str, object]:
         return {"error": type(exc).__name__, "exit_code": exc.exit_code, "goal": self._state.goal}
@@ -423,7 +438,7 @@ class Watcher:
     # ------------------------------------------------------------ one poll
 
     def _poll(self) -> bool:
-        """Look, stage, apply, run the hook; returns whether a version was applied."""
+        """Look, stage, apply, bring the engine along, run the hook; returns whether a version was applied."""
         self._set(polls=self._state.polls + 1, poll_time=self._pace.date())
         hurry, self._hurry = self._hurry, False
         if hurry and self._fault is not None:
@@ -439,6 +454,7 @@ class Watcher:
             changed = goal is not None and self._reach(follower, goal)
             if ahead is not None:
                 self._stage_ahead(follower, ahead)
+        self._bring_engine()
         self._run_hook()
         self._say_missing()
         return changed
@@ -653,6 +669,24 @@ class Watcher:
             f"staged {stage_ms:.0f} ms, applied {apply_ms:.0f} ms)", fields,
         )  # fmt: skip
         self._log.add(fields)
+
+    def _bring_engine(self) -> None:
+        """Bring the engine to what the folder holds, if it does not say that it has it."""
+        version, name = self._state.applied, self._state.weight_version
+        if self._engine is None or version is None or name is None or self._stopping:
+            return
+        try:
+            loaded = self._engine.reach(version, name, os.path.realpath(os.path.join(self.dest, "current")))
+        except DeltaError:
+            self._set(engine_version=None)
+            raise
+        self._set(engine_version=loaded.weight_version)
+        if loaded.pause_ms is not None:
+            self._set(pause_ms=loaded.pause_ms)
+            self._tell(
+                "info", "loaded", f"version {version} loaded by {self._engine.url}, which stood still for "
+                f"{loaded.pause_ms:.0f} ms", {"weight_version": name, "pause_ms": round(loaded.pause_ms, 3)},
+            )  # fmt: skip
 
     def _run_hook(self) -> None:
         """Run the hook if the version that it was last run for is not the one applied."""

@@ -1,0 +1,368 @@
+"""Drives an engine that samples from a followed folder, over HTTP: pause, load, read the version back, resume.
+
+An engine whose weights may be half of one version and half of another is never resumed: it is loaded again, whole,
+until its version is the wanted one. What is owed to it is on disk before it is paused, so that a watcher that is killed
+anywhere goes on with it. No weights pass through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+import msgspec
+
+from deltackpt.errors import ConfigError, DeltaError
+from deltackpt.manifest import decode
+from deltackpt.store import store_error
+
+Kv: TypeAlias = Literal["reset", "keep"]
+Draft: TypeAlias = Literal["follow", "none"]
+T = TypeVar("T")
+
+_READ_S = 30.0
+"""For answers that take no work; a busy engine answers between two steps."""
+_WORK_S = 300.0
+"""For a pause that waits for a step, and for loading weights: what vLLM's own client waits."""
+_FLUSHES = 60
+"""SGLang refuses to flush while requests end; its trainers try so often, a second apart."""
+_MAX_BODY = 8 << 20
+
+
+class EngineFailed(DeltaError):
+    """An engine did not do what it was asked for. The folder stays at its version; the next poll tries again."""
+
+
+class _Refused(EngineFailed):
+    """The engine answered, with another status than 200."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What an engine holds, as read back from it. pause_ms: how long it stood still; None: it held that already."""
+
+    weight_version: str
+    pause_ms: float | None
+
+
+class Driver(Protocol):
+    """How one kind of engine is asked. Every method raises EngineFailed, or ConfigError for what no retry mends."""
+
+    def require_fit(self) -> None:
+        """Refuse an engine that holds what an update would leave stale."""
+
+    def held(self) -> str:
+        """Return the weight version that the engine says it has."""
+
+    def paused(self) -> bool:
+        """Say whether somebody has paused it."""
+
+    def stage(self, version: int, weight_version: str) -> None:
+        """Do what can be done while it samples."""
+
+    def pause(self) -> None:
+        """Let it stand still; doing it twice does no harm."""
+
+    def load(self, folder: str, weight_version: str) -> None:
+        """Load all weights; from its begin to its end they may be a mix."""
+
+    def resume(self) -> None:
+        """Let it go on."""
+
+
+class _Owed(msgspec.Struct, frozen=True):
+    """An engine that was asked to pause, and not resumed yet. resume: whether it sampled before."""
+
+    url: str
+    weight_version: str
+    resume: bool
+
+
+class Engine:
+    """The engine at `url` that loads from a folder in switch mode; vllm+http://HOST:PORT or sglang+http://HOST:PORT.
+
+    note: a file of this host where it is written what is owed to the engine. kv: `reset` computes what running requests
+    have cached again, with the new weights; `keep` lets them go on with what the old weights made. draft: what becomes
+    of a draft model for speculative decoding.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        note: str,
+        *,
+        kv: Kv,
+        draft: Draft | None,
+        sleep: Callable[[float], object] = time.sleep,
+        driver: Driver | None = None,
+    ) -> None:
+        self.url, self._note = url, note
+        self._driver = driver or _driver_for(url, kv, draft, sleep)
+
+    def reach(self, version: int, weight_version: str, folder: str) -> Loaded:
+        """Bring the engine to the version that the folder holds, unless it says that it has it.
+
+        Raises EngineFailed, saying what state the engine was left in.
+        """
+        driver, owed = self._driver, self._owed()
+        mixed = "it is paused, with weights that may be a mix of two versions"
+        state = "it goes on with what it had" if owed is None else mixed
+        held = self._ask("asking for its version", driver.held, state)
+        if owed is None and held == weight_version:
+            return Loaded(held, None)
+        self._ask("asking what it serves", driver.require_fit, state)
+        resume = not self._ask("asking whether it is paused", driver.paused, state) if owed is None else owed.resume
+        self._ask(f"staging version {version}", lambda: driver.stage(version, weight_version), state)
+
+        self._owe(_Owed(self.url, weight_version, resume))
+        began = time.perf_counter()
+        if owed is None:
+            state = f"it may stand still, with weights {held} as before"
+        self._ask("pausing it", driver.pause, state)
+        self._ask(f"loading version {version}", lambda: driver.load(folder, weight_version), mixed)
+        found = self._ask("asking for its version", driver.held, mixed)
+        if found != weight_version:
+            raise EngineFailed(
+                f"{self.url}: asking for its version: {found} after loading {weight_version}; {mixed}; "
+                "the next poll loads it again"
+            )
+        if resume:
+            self._ask("resuming it", driver.resume, f"it may stand still, with version {version} whole")
+        pause_ms = (time.perf_counter() - began) * 1e3
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._note)
+        return Loaded(found, pause_ms)
+
+    def _ask(self, what: str, call: Callable[[], T], state: str) -> T:
+        try:
+            return call()
+        except ConfigError as exc:
+            raise ConfigError(f"{self.url}: {exc}") from exc
+        except EngineFailed as exc:
+            raise EngineFailed(f"{self.url}: {what}: {exc}; {state}; the next poll tries again") from exc
+
+    def _owed(self) -> _Owed | None:
+        try:
+            with open(self._note, "rb") as file:
+                owed = decode(file.read(), _Owed, self._note)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise store_error(exc, f"reading {self._note}") from exc
+        # Another engine's: whoever named this one has taken that one away.
+        return owed if owed.url == self.url else None
+
+    def _owe(self, owed: _Owed) -> None:
+        # Not durable: it must outlive this process, and a machine that goes down takes the engine with it.
+        beside = f"{self._note}.{os.getpid()}.tmp"
+        try:
+            os.makedirs(os.path.dirname(self._note), exist_ok=True)
+            with open(beside, "wb") as file:
+                file.write(msgspec.json.encode(owed))
+            os.replace(beside, self._note)
+        except OSError as exc:
+            raise store_error(exc, f"writing {self._note}") from exc
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+class _Http:
+    """Requests to one server; each on a connection of its own, since the engine may be restarted between two."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+
+    def ask(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float = _READ_S
+    ) -> dict[str, object]:
+        """Return the JSON object that a request is answered with. Raises EngineFailed; _Refused for other answers."""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        what = f"{method} {path.partition('?')[0]}"
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            raw = response.read(_MAX_BODY)
+        except (OSError, http.client.HTTPException) as exc:
+            reason = "no answer in time" if isinstance(exc, TimeoutError) else str(exc) or type(exc).__name__
+            raise EngineFailed(f"{what}: {reason}") from exc
+        finally:
+            connection.close()
+        if response.status != 200:
+            text = " ".join(raw[:300].decode("utf-8", "replace").split())
+            raise _Refused(f"{what} was answered with {response.status} {text}", response.status)
+        try:
+            found = json.loads(raw) if raw.strip() else {}
+        except ValueError:
+            found = {}  # SGLang answers some requests with words
+        return found if isinstance(found, dict) else {}
+
+
+def _text(answer: Mapping[str, object], name: str) -> str:
+    found = answer.get(name)
+    if not isinstance(found, str):
+        raise EngineFailed(f"no {name} in the answer")
+    return found
+
+
+def _driver_for(url: str, kv: Kv, draft: Draft | None, sleep: Callable[[float], object]) -> Driver:
+    usage = "expected vllm+http://HOST:PORT or sglang+http://HOST:PORT"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as exc:
+        raise ConfigError(f"engine {url!r}: {exc}; {usage}") from exc
+    if not host or not port or parts.path not in ("", "/") or parts.query or parts.username:
+        raise ConfigError(f"engine {url!r}: {usage}")
+    client = _Http(host, port)
+    if parts.scheme == "vllm+http":
+        return Vllm(client, kv, draft)
+    if parts.scheme == "sglang+http":
+        return Sglang(client, kv, draft, sleep)
+    raise ConfigError(f"engine {url!r}: {usage}")
+
+
+def _require_draft(draft: Draft | None, found: str | None, follows: bool) -> None:
+    """Refuse a draft model about which nothing was said, and one that shall follow and cannot. found: its name."""
+    if found is not None and draft is None:
+        raise ConfigError(f"the engine has a draft model ({found}), which would go stale; say --draft none to let it")
+    if draft == "follow" and found is None:
+        raise ConfigError("the engine has no draft model that could follow; leave --draft out")
+    if draft == "follow" and not follows:
+        raise ConfigError(f"the draft model ({found}) cannot be updated by this route; say --draft none to let it stay")
+
+
+# ---------------------------------------------------------------- vLLM
+
+
+class Vllm:
+    """vLLM 0.28 and newer with VLLM_SERVER_DEV_MODE=1: every worker loads the folder again by its own loader."""
+
+    def __init__(self, client: _Http, kv: Kv, draft: Draft | None) -> None:
+        self._client, self._kv, self._draft = client, kv, draft
+
+    def require_fit(self) -> None:
+        """See Driver."""
+        config = self._client.ask("GET", "/server_info?config_format=json", timeout_s=_WORK_S).get("vllm_config")
+        if not isinstance(config, dict):
+            raise EngineFailed("GET /server_info has no vllm_config in JSON")
+        if config.get("lora_config") is not None:
+            raise ConfigError("the engine serves LoRA adapters, which belong to the weights before; start it without")
+        speculative = config.get("speculative_config")
+        found = None
+        if isinstance(speculative, dict) and speculative.get("draft_model_config") is not None:
+            found = str(speculative.get("model") or speculative.get("method"))
+        _require_draft(self._draft, found, follows=False)
+
+    def held(self) -> str:
+        """See Driver."""
+        try:
+            return _text(self._client.ask("GET", "/weight_info"), "weight_version")
+        except _Refused as exc:
+            if exc.status == 404:
+                raise ConfigError(
+                    "vLLM has no /weight_info; start it (0.28 or newer) with VLLM_SERVER_DEV_MODE=1"
+                ) from exc
+            raise
+
+    def paused(self) -> bool:
+        """See Driver."""
+        return self._client.ask("GET", "/is_paused").get("is_paused") is True
+
+    def stage(self, version: int, weight_version: str) -> None:
+        """Nothing: all of it is the load."""
+
+    def pause(self) -> None:
+        """See Driver. Requests stay queued, with what they have made so far."""
+        self._client.ask("POST", "/pause?" + urlencode({"mode": "keep", "clear_cache": "false"}), timeout_s=_WORK_S)
+
+    def load(self, folder: str, weight_version: str) -> None:
+        """See Driver."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}, "timeout": _WORK_S}
+        self._client.ask("POST", "/collective_rpc", body, timeout_s=_WORK_S + _READ_S)
+        if self._kv == "reset":
+            answer = self._client.ask("POST", "/reset_prefix_cache?reset_running_requests=true", timeout_s=_WORK_S)
+            if answer.get("success") is not True:
+                raise EngineFailed("POST /reset_prefix_cache: blocks are still held")
+        self._client.ask("POST", "/update_weight_version", {"new_version": weight_version})
+
+    def resume(self) -> None:
+        """See Driver."""
+        self._client.ask("POST", "/resume", timeout_s=_WORK_S)
+
+
+# ---------------------------------------------------------------- SGLang
+
+
+class Sglang:
+    """SGLang: pause, flush, /update_weights_from_disk, continue. It does not say whether somebody has paused it."""
+
+    def __init__(self, client: _Http, kv: Kv, draft: Draft | None, sleep: Callable[[float], object]) -> None:
+        self._client, self._kv, self._draft, self._sleep = client, kv, draft, sleep
+
+    def require_fit(self) -> None:
+        """See Driver."""
+        server = self._client.ask("GET", "/server_info")
+        if server.get("enable_lora") or server.get("lora_paths"):
+            raise ConfigError("the engine serves LoRA adapters, which belong to the weights before; start it without")
+        draft = server.get("speculative_draft_model_path")
+        _require_draft(self._draft, draft if isinstance(draft, str) else None, follows=False)
+
+    def held(self) -> str:
+        """See Driver."""
+        try:
+            return _text(self._client.ask("GET", "/model_info"), "weight_version")
+        except _Refused as exc:
+            if exc.status == 404:
+                raise ConfigError("SGLang has no /model_info; use a newer one") from exc
+            raise
+
+    def paused(self) -> bool:
+        """No: it cannot be asked."""
+        return False
+
+    def stage(self, version: int, weight_version: str) -> None:
+        """Nothing: all of it is the load."""
+
+    def pause(self) -> None:
+        """See Driver. Only retracted requests give their cached tokens back, which a flush needs."""
+        mode = "retract" if self._kv == "reset" else "in_place"
+        self._client.ask("POST", "/pause_generation", {"mode": mode}, timeout_s=_WORK_S)
+
+    def load(self, folder: str, weight_version: str) -> None:
+        """See Driver."""
+        if self._kv == "reset":
+            self._flush()
+        body = {
+            "model_path": folder, "weight_version": weight_version, "flush_cache": self._kv == "reset",
+            "abort_all_requests": False,
+        }  # fmt: skip
+        answer = self._client.ask("POST", "/update_weights_from_disk", body, timeout_s=_WORK_S)
+        if answer.get("success") is not True:
+            raise EngineFailed(f"POST /update_weights_from_disk: {answer.get('message')}")
+
+    def _flush(self) -> None:
+        for attempt in range(_FLUSHES):
+            try:
+                self._client.ask("GET", "/flush_cache")
+                return
+            except _Refused as exc:
+                if exc.status != 400 or attempt == _FLUSHES - 1:
+                    raise
+            self._sleep(1.0)
+
+    def resume(self) -> None:
+        """See Driver."""
+        self._client.ask("POST", "/continue_generation", {}, timeout_s=_WORK_S)

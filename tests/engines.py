@@ -1,0 +1,198 @@
+"""Doubles of the servers of vLLM and SGLang: what they answer, what they hold, and ways to fail at any request.
+
+Their routes and state rules are those of vLLM 0.32 and of SGLang as its trainers use it. They note every broken rule:
+weights loaded while sampling, and sampling begun on weights that are a mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+from urllib.parse import parse_qs, urlsplit
+
+Fault = Literal["before", "half", "after"]
+"""Refused before anything was done; half done and refused; done, and the answer lost."""
+
+MIX = "a mix"
+
+
+class Double:
+    """An engine that samples from `weights`, the content of a folder's `weights` file."""
+
+    scheme = ""
+
+    def __init__(self) -> None:
+        self.weights, self.version, self.pauses, self.is_paused = "as started", "default", 0, False
+        self.calls: list[str] = []
+        self.broken: list[str] = []
+        self.bodies: list[dict[str, object]] = []
+        self.faults: dict[int, Fault] = {}
+        self.kv_of = self.weights
+        self.url = ""
+
+    def fail(self, at: int, how: Fault) -> None:
+        """Fail at the request number `at` from now, from 0 on."""
+        self.faults = {len(self.calls) + at: how}
+
+    def load(self, folder: str, half: bool) -> None:
+        if not self.is_paused:
+            self.broken.append("loaded while sampling")
+        self.weights = MIX
+        if not half:
+            self.weights = (Path(folder) / "weights").read_text()
+
+    def pause(self) -> None:
+        self.is_paused = True
+        self.pauses += 1
+
+    def resume(self) -> None:
+        if self.weights == MIX:
+            self.broken.append("resumed with a mix")
+        self.is_paused = False
+
+    def restart(self) -> None:
+        """Be a new process, with the weights that it was first started with."""
+        self.weights, self.version, self.is_paused = "as started", "default", False
+
+    def answer(self, method: str, path: str, query: dict[str, str], body: dict[str, object], half: bool) -> object:
+        """Do what is asked and return the JSON answer; None: no such route."""
+        raise NotImplementedError
+
+
+class VllmDouble(Double):
+    scheme = "vllm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: dict[str, object] = {"lora_config": None, "speculative_config": None}
+
+    def answer(self, method: str, path: str, query: dict[str, str], body: dict[str, object], half: bool) -> object:
+        match method, path:
+            case "GET", "/weight_info":
+                return {"weight_version": self.version}
+            case "GET", "/server_info":
+                return {"vllm_config": self.config if query.get("config_format") == "json" else str(self.config)}
+            case "GET", "/is_paused":
+                return {"is_paused": self.is_paused}
+            case "POST", "/pause":
+                assert query == {"mode": "keep", "clear_cache": "false"}
+                self.pause()
+                return {"status": "paused"}
+            case "POST", "/resume":
+                self.resume()
+                return {"status": "resumed"}
+            case "POST", "/collective_rpc":
+                assert body["method"] == "reload_weights"
+                kwargs = body["kwargs"]
+                assert isinstance(kwargs, dict)
+                self.load(kwargs["weights_path"], half)
+                return {"results": [None]}
+            case "POST", "/reset_prefix_cache":
+                assert query == {"reset_running_requests": "true"}
+                self.kv_of = self.weights
+                return {"success": True}
+            case "POST", "/update_weight_version":
+                self.version = str(body["new_version"])
+                return {"success": True, "new_version": self.version}
+        return None
+
+
+class SglangDouble(Double):
+    scheme = "sglang"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server_info: dict[str, object] = {"lora_paths": None, "speculative_draft_model_path": None}
+        self.busy_flushes = 0
+
+    def answer(self, method: str, path: str, query: dict[str, str], body: dict[str, object], half: bool) -> object:
+        match method, path:
+            case "GET", "/model_info":
+                return {"model_path": "m", "weight_version": self.version}
+            case "GET", "/server_info":
+                return self.server_info
+            case "POST", "/pause_generation":
+                self.pause()
+                self.mode = body["mode"]
+                return {}
+            case "POST", "/continue_generation":
+                self.resume()
+                return {}
+            case "GET", "/flush_cache":
+                if self.busy_flushes:
+                    self.busy_flushes -= 1
+                    return "busy"
+                assert self.mode == "retract", "requests keep their blocks"
+                self.kv_of = "nothing"
+                return {}
+            case "POST", "/update_weights_from_disk":
+                assert body["flush_cache"] == (self.mode == "retract")
+                self.load(str(body["model_path"]), half)
+                self.version = str(body["weight_version"])
+                return {"success": True, "message": "done", "num_paused_requests": 0}
+        return None
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    double: Double
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 60
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def do_POST(self) -> None:
+        self._serve()
+
+    def _serve(self) -> None:
+        double, parts = self.server.double, urlsplit(self.path)
+        raw = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        body = json.loads(raw) if raw else {}
+        fault = double.faults.pop(len(double.calls), None)
+        double.calls.append(f"{self.command} {parts.path}")
+        double.bodies.append(body)
+        if fault == "before":
+            self._send(500, {"error": "injected"})
+            return
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        answer = double.answer(self.command, parts.path, query, body, fault == "half")
+        if fault == "half":
+            self._send(500, {"error": "injected"})
+        elif fault is None:
+            status = 404 if answer is None else 400 if answer == "busy" else 200
+            self._send(status, answer)
+        # Else the answer is lost: the connection ends without one.
+
+    def _send(self, status: int, answer: object) -> None:
+        raw = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serving(double: Double) -> Iterator[Double]:
+    """Serve a double on a free port; its url is set."""
+    with _Server(("127.0.0.1", 0), _Handler) as server:
+        server.double = double
+        double.url = f"{double.scheme}+http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield double
+        finally:
+            server.shutdown()
+            thread.join(60)
