@@ -29,20 +29,27 @@ from deltackpt.kernels import (
     XOR,
     Columns,
     Extracted,
+    Place,
     Slice,
     check,
     extract,
     fingerprint,
+    fingerprint_boxes,
+    first_elements,
     require_counts,
     slices,
     use_jit,
     view,
 )
 from deltackpt.kernels import apply as apply_slice
-from deltackpt.layout import Layout, Segments
+from deltackpt.layout import I64, Layout, Segments, Tiling
+from deltackpt.partition import Partition
 from deltackpt.shard import COUNTS, DENSE, GAP, MASK, MASK_FRAME, PLANE_FRAME, VALUE, EncodedGroup, Frame
 
-__all__ = ["READ", "SET", "XOR", "Staged", "apply", "decode", "decode_group", "encode", "fingerprints", "pack"]
+__all__ = [
+    "READ", "SET", "XOR", "Staged", "apply", "apply_rows", "decode", "decode_group", "encode", "encode_part",
+    "fingerprints", "pack", "part_fingerprints",
+]  # fmt: skip
 
 PIECE = 16 << 20
 """Bytes of weights per task: long enough to hide the cost of a task, short enough to keep all threads busy."""
@@ -122,8 +129,20 @@ def _first(waiting: deque[Future[B]]) -> B:
 
 
 def row_addresses(segments: Segments, tensors: U64) -> U64:
-    """Return the address of each row, given the address of each tensor."""
-    return tensors[segments.tensor] + (segments.start * segments.width).astype(np.uint64)
+    """Return the address of each row, given the address of each tensor; 0 of rows that are no run of elements there."""
+    found: U64 = tensors[segments.tensor] + (first_elements(segments) * segments.width).astype(np.uint64)
+    if segments.boxes is not None and segments.box is not None:
+        found[segments.boxes.strided[segments.box]] = 0
+    return found
+
+
+def _strided_rows(segments: Segments, tensors: U64) -> Place | None:
+    """Return where the rows are that are no run of elements in their tensor, None if there is none."""
+    boxes, box = segments.boxes, segments.box
+    if boxes is None or box is None or not (strided := boxes.strided[box]).any():
+        return None
+    begin = tensors[segments.tensor] + (boxes.offset[box] * segments.width).astype(np.uint64)
+    return Place.of(boxes, box, np.where(strided, begin, np.uint64(0)), boxes.stride[box])
 
 
 # ---------------------------------------------------------------- encode
@@ -158,16 +177,57 @@ def encode(
     until the last group is there or the generator is closed.
     codec: of the frames; with form "mask" the inner codec, and zstd around it. form: "sparse" or "mask".
     """
+    groups = range(len(layout.groups))
+    return _encode(layout, 0, groups, row_addresses, old, new, codec=codec, form=form, threads=threads)
+
+
+def encode_part(
+    partition: Partition,
+    part: int,
+    old: U64,
+    new: U64,
+    *,
+    codec: str = "zstd",
+    form: str = "sparse",
+    threads: int | None = None,
+) -> Generator[EncodedGroup, None, None]:
+    """Yield the groups of one part in which two copies of its boxes differ, with their numbers in the version.
+
+    old, new: u64 address of each box of the part, in the order of `partition.places(part)`; the elements of a box lie
+    side by side, row-major, as in a tensor of its own. Otherwise as `encode`.
+    """
+    first = int(partition.box_begin[part])
+
+    def address(piece: Segments, boxes: U64) -> U64:
+        assert piece.box is not None
+        return boxes[piece.box - first] + (piece.start * piece.width).astype(np.uint64)
+
+    groups = range(int(partition.group_begin[part]), int(partition.group_begin[part + 1]))
+    return _encode(partition, part, groups, address, old, new, codec=codec, form=form, threads=threads)
+
+
+def _encode(
+    tiling: Tiling,
+    part: int,
+    groups: range,
+    address: Callable[[Segments, U64], U64],
+    old: U64,
+    new: U64,
+    *,
+    codec: str,
+    form: str,
+    threads: int | None,
+) -> Generator[EncodedGroup, None, None]:
     if codec not in codecs.NAMES or codec == "ans":
         raise ConfigError(f"codec {codec!r} is unknown; expected one of {' '.join(codecs.NAMES[:-1])}")
     if form not in ("sparse", "mask"):
         raise ConfigError(f"form {form!r} is unknown; expected sparse or mask")
-    number, jit = codecs.NAMES.index(codec), use_jit(layout)
-    pieces = [(g, piece) for g, group in enumerate(layout.groups) for piece in group.cut(PIECE)]
+    number, jit = codecs.NAMES.index(codec), use_jit(tiling.layout)
+    pieces = [(g, piece) for g in groups for piece in tiling.groups[g].cut(PIECE)]
 
     def compare(item: tuple[int, Segments]) -> tuple[int, Segments, Extracted]:
         group, piece = item
-        return (group, piece, extract(piece, row_addresses(piece, old), row_addresses(piece, new), jit=jit))
+        return (group, piece, extract(piece, address(piece, old), address(piece, new), jit=jit))
 
     group: _Group | None = None
     for g, piece, extracted in in_order(compare, pieces, threads):
@@ -175,7 +235,7 @@ def encode(
             if group is not None and (done := group.finish()):
                 yield done
             make = _SparseGroup if form == "sparse" else _MaskGroup
-            group = make(g, layout, number, threads or default_threads())
+            group = make(g, tiling, number, threads or default_threads(), part)
         group.add(piece, extracted)
     if group is not None and (done := group.finish()):
         yield done
@@ -184,18 +244,18 @@ def encode(
 class _Group:
     """A group that is being encoded: pieces come in order, frames are compressed as soon as they are full."""
 
-    def __init__(self, number: int, layout: Layout, codec: int, threads: int) -> None:
-        self.number, self.layout, self.codec, self.threads = number, layout, codec, threads
+    def __init__(self, number: int, tiling: Tiling, codec: int, threads: int, part: int = 0) -> None:
+        self.number, self.tiling, self.codec, self.threads, self.part = number, tiling, codec, threads, part
         self.frames: list[tuple[int, int, Future[Frame] | Frame]] = []
-        self.fingerprints = np.zeros(len(layout.names), np.uint64)
-        self.touched = np.zeros(len(layout.names), bool)
+        self.fingerprints = np.zeros(len(tiling.layout.names), np.uint64)
+        self.touched = np.zeros(len(tiling.layout.names), bool)
         self.changed = 0
 
     def add(self, piece: Segments, extracted: Extracted) -> None:
         rows = np.flatnonzero(extracted.changed)
         self.changed += int(extracted.changed.sum())
         tensors = piece.tensor[rows]
-        self.fingerprints[tensors] += extracted.fingerprints[rows]
+        np.add.at(self.fingerprints, tensors, extracted.fingerprints[rows])  # a tensor may have several boxes
         self.touched[tensors] = True
 
     def compress(self, plane: int, block: int, raw: U8) -> None:
@@ -214,7 +274,7 @@ class _Group:
         ordered = sorted(self.frames, key=lambda f: f[0])
         frames = tuple(f if isinstance(f, Frame) else f.result() for _, _, f in ordered)
         tensor = np.flatnonzero(self.touched)
-        return EncodedGroup(self.number, frames, tensor, self.fingerprints[tensor], self.changed)
+        return EncodedGroup(self.number, frames, tensor, self.fingerprints[tensor], self.changed, self.part)
 
     def flush(self) -> None:
         raise AssertionError("a form flushes its own planes")
@@ -229,9 +289,9 @@ def compress(plane: int, block: int, codec: int, raw: U8, outer: bool) -> Frame:
 
 
 class _SparseGroup(_Group):
-    def __init__(self, number: int, layout: Layout, codec: int, threads: int) -> None:
-        super().__init__(number, layout, codec, threads)
-        width = layout.groups[number].width
+    def __init__(self, number: int, tiling: Tiling, codec: int, threads: int, part: int = 0) -> None:
+        super().__init__(number, tiling, codec, threads, part)
+        width = tiling.groups[number].width
         planes = [COUNTS, GAP, GAP + 1, *range(VALUE, VALUE + width), *range(DENSE, DENSE + width)]
         self.planes = {plane: _Plane(PLANE_FRAME) for plane in planes}
 
@@ -256,16 +316,16 @@ class _SparseGroup(_Group):
 
 
 class _MaskGroup(_Group):
-    def __init__(self, number: int, layout: Layout, codec: int, threads: int) -> None:
-        super().__init__(number, layout, codec, threads)
+    def __init__(self, number: int, tiling: Tiling, codec: int, threads: int, part: int = 0) -> None:
+        super().__init__(number, tiling, codec, threads, part)
         self.mask, self.block = _Plane(MASK_FRAME), 0
 
     def add(self, piece: Segments, extracted: Extracted) -> None:
         super().add(piece, extracted)
         mask = np.zeros(piece.nbytes, np.uint8)
         rows = _row_offsets(piece) + np.uint64(mask.__array_interface__["data"][0])
-        jit = use_jit(self.layout)
-        apply_slice(Slice(piece, 0, 0, 0), rows, extracted.columns, jit=jit)
+        jit = use_jit(self.tiling.layout)
+        apply_slice(Slice(piece.plain, 0, 0, 0), rows, extracted.columns, jit=jit)
         for raw in self.mask.add(mask):
             self._store(raw)
 
@@ -279,9 +339,9 @@ class _MaskGroup(_Group):
             self._store(raw)
 
 
-def pack(layout: Layout, staged: Staged) -> EncodedGroup:
+def pack(tiling: Tiling, staged: Staged) -> EncodedGroup:
     """Lay columns out as raw frames: the form in which a redo journal keeps new values."""
-    group = _SparseGroup(staged.group, layout, codecs.RAW, threads=1)
+    group = _SparseGroup(staged.group, tiling, codecs.RAW, threads=1)
     group.feed(staged.columns)
     group.changed = int(np.count_nonzero(staged.columns.counts))
     packed = group.finish()
@@ -306,23 +366,23 @@ class Staged:
     columns: Columns
 
 
-def decode(layout: Layout, groups: Iterable[EncodedGroup], *, threads: int | None = None) -> list[Staged]:
-    """Decode encoded groups; raises FormatError for columns that do not fit the layout."""
-    return [decode_group(layout, g.group, g.frames, threads=threads) for g in groups]
+def decode(tiling: Tiling, groups: Iterable[EncodedGroup], *, threads: int | None = None) -> list[Staged]:
+    """Decode encoded groups; raises FormatError for columns that do not fit their tiles."""
+    return [decode_group(tiling, g.group, g.frames, threads=threads) for g in groups]
 
 
-def decode_group(layout: Layout, group: int, frames: Sequence[Frame], *, threads: int | None = None) -> Staged:
+def decode_group(tiling: Tiling, group: int, frames: Sequence[Frame], *, threads: int | None = None) -> Staged:
     """Decode the frames of a group, sorted by plane and place, into checked columns.
 
     Nothing is allocated before the sizes that the frames announce have been held against the layout.
     """
-    columns = decode_columns(layout, group, frames, threads=threads)
-    jit, pieces = use_jit(layout), slices(layout.groups[group], columns, PIECE)
+    columns = decode_columns(tiling, group, frames, threads=threads)
+    jit, pieces = use_jit(tiling.layout), slices(tiling.groups[group], columns, PIECE)
     try:
         for _ in in_order(lambda s: check(s, columns, jit=jit), pieces, threads):
             pass
     except FormatError as exc:
-        raise type(exc)(f"group {group} ({layout.group_names(group)}): {exc}") from exc
+        raise type(exc)(f"group {group} ({tiling.group_names(group)}): {exc}") from exc
     return Staged(group, columns)
 
 
@@ -331,7 +391,7 @@ def _allocate(nbytes: int) -> U8:
 
 
 def decode_columns(
-    layout: Layout,
+    tiling: Tiling,
     group: int,
     frames: Sequence[Frame],
     *,
@@ -343,10 +403,10 @@ def decode_columns(
     The columns lie one after the other (counts, gaps, values, dense) in memory that `allocate` gives: once, when its
     size is known and has been held against the layout.
     """
-    segments = layout.groups[group]
+    segments = tiling.groups[group].plain
     try:
         if frames and frames[0].plane == MASK:
-            found = _decode_mask(segments, frames, threads, use_jit(layout))
+            found = _decode_mask(segments, frames, threads, use_jit(tiling.layout))
             k, d = found.gaps.shape[1], found.dense.shape[1]
             columns = _columns_in(
                 allocate(2 * segments.tiles + (2 + segments.width) * k + segments.width * d), segments, k, d
@@ -358,7 +418,7 @@ def decode_columns(
         if not np.any(columns.counts):
             raise FormatError("it holds no change")
     except FormatError as exc:
-        raise type(exc)(f"group {group} ({layout.group_names(group)}): {exc}") from exc
+        raise type(exc)(f"group {group} ({tiling.group_names(group)}): {exc}") from exc
     return columns
 
 
@@ -470,22 +530,42 @@ def _decode_mask(segments: Segments, frames: Sequence[Frame], threads: int | Non
 
 
 def apply(
-    layout: Layout, staged: Iterable[Staged], tensors: U64, *, mode: int = XOR, threads: int | None = None
+    tiling: Tiling, staged: Iterable[Staged], tensors: U64, *, mode: int = XOR, threads: int | None = None
 ) -> U64:
     """Apply groups in place; returns what that added to the fingerprint of each tensor, mod 2^64.
 
     tensors: u64 address of each tensor's contiguous bytes. mode: see kernels.apply. One thread owns a tile.
     """
-    jit = use_jit(layout)
-    total = np.zeros(len(layout.names), np.uint64)
+
+    def where(segments: Segments) -> tuple[U64, Place | None]:
+        return row_addresses(segments, tensors), _strided_rows(segments, tensors)
+
+    return apply_rows(tiling, staged, where, mode=mode, threads=threads)
+
+
+def apply_rows(
+    tiling: Tiling,
+    staged: Iterable[Staged],
+    where: Callable[[Segments], tuple[U64, Place | None]],
+    *,
+    mode: int = XOR,
+    threads: int | None = None,
+) -> U64:
+    """Apply groups to what is there of them; returns what that added to the fingerprint of each tensor.
+
+    where: addresses and place of some rows; see kernels.apply. Called by several threads.
+    """
+    jit = use_jit(tiling.layout)
+    total = np.zeros(len(tiling.layout.names), np.uint64)
 
     def work(item: tuple[Slice, Columns]) -> tuple[Segments, U64]:
         piece, columns = item
-        return piece.segments, apply_slice(piece, row_addresses(piece.segments, tensors), columns, mode=mode, jit=jit)
+        addresses, place = where(piece.segments)
+        return piece.segments, apply_slice(piece, addresses, columns, mode=mode, jit=jit, place=place)
 
-    items = ((s, g.columns) for g in staged for s in slices(layout.groups[g.group], g.columns, PIECE))
+    items = ((s, g.columns) for g in staged for s in slices(tiling.groups[g.group], g.columns, PIECE))
     for segments, fp in in_order(work, items, threads):
-        total[segments.tensor] += fp
+        np.add.at(total, segments.tensor, fp)  # a tensor may have several boxes
     return total
 
 
@@ -510,10 +590,13 @@ class Device(Protocol):
     def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Encoding:
         """Compare two copies of the tensors."""
 
-    def stage(self, layout: Layout, groups: Iterable[tuple[int, Sequence[Frame]]]) -> Sequence[object]:
-        """Decode and check groups: number, and frames sorted by plane and place. Raises FormatError."""
+    def stage(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> Sequence[object]:
+        """Decode and check groups: number, and frames sorted by plane and place.
 
-    def apply(self, layout: Layout, staged: Sequence[object], tensors: U64) -> U64:
+        Raises FormatError; ConfigError for parts that the device cannot apply.
+        """
+
+    def apply(self, tiling: Tiling, staged: Sequence[object], tensors: U64) -> U64:
         """Flip bits in place; returns what that added to each fingerprint."""
 
     def fingerprints(self, layout: Layout, tensors: U64) -> U64:
@@ -538,13 +621,13 @@ class Cpu:
         """See Device."""
         return _CpuEncoding(self, layout, encode(layout, old, new, codec=codec, form=form, threads=self.threads))
 
-    def stage(self, layout: Layout, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[Staged]:
+    def stage(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[Staged]:
         """See Device."""
-        return [decode_group(layout, group, frames, threads=self.threads) for group, frames in groups]
+        return [decode_group(tiling, group, frames, threads=self.threads) for group, frames in groups]
 
-    def apply(self, layout: Layout, staged: Sequence[object], tensors: U64) -> U64:
+    def apply(self, tiling: Tiling, staged: Sequence[object], tensors: U64) -> U64:
         """See Device."""
-        return apply(layout, cast("Sequence[Staged]", staged), tensors, threads=self.threads)
+        return apply(tiling, cast("Sequence[Staged]", staged), tensors, threads=self.threads)
 
     def fingerprints(self, layout: Layout, tensors: U64) -> U64:
         """See Device."""
@@ -589,4 +672,33 @@ def fingerprints(layout: Layout, tensors: U64, *, threads: int | None = None) ->
     pieces = (piece for group in layout.groups for piece in group.cut(PIECE))
     for segments, fp in in_order(work, pieces, threads):
         total[segments.tensor] += fp
+    return total
+
+
+def part_fingerprints(partition: Partition, part: int, boxes: U64, *, threads: int | None = None) -> U64:
+    """Return what each box of a part adds to the fingerprint of its tensor: a full pass over memory.
+
+    boxes: addresses as for `encode_part`. Over all parts, the boxes of a tensor add up to its fingerprint.
+    """
+    rows = np.arange(partition.box_begin[part], partition.box_begin[part + 1])
+    place = Place.of(partition.boxes, rows, boxes)
+    return box_fingerprints(partition.layout, partition.boxes.tensor[rows], place, threads=threads)
+
+
+def box_fingerprints(layout: Layout, tensor: I64, place: Place, *, threads: int | None = None) -> U64:
+    """Return what boxes, all of each there, add to the fingerprints of their tensors. tensor: index of each."""
+    jit, width = use_jit(layout), layout.width[tensor]
+    total = np.zeros(len(tensor), np.uint64)
+    tasks: list[tuple[int, I64]] = []
+    for w in np.unique(width).tolist():
+        rows = np.flatnonzero(width == w)
+        piece = np.cumsum(place.extent[rows].prod(axis=1) * w) // PIECE
+        tasks += [(w, some) for some in np.split(rows, np.flatnonzero(np.diff(piece)) + 1)]
+
+    def work(task: tuple[int, I64]) -> tuple[I64, U64]:
+        w, rows = task
+        return rows, fingerprint_boxes(w, place.take(rows), jit=jit)
+
+    for rows, fp in in_order(work, tasks, threads):
+        total[rows] = fp
     return total

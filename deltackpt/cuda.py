@@ -23,7 +23,7 @@ from deltackpt import codec as codecs
 from deltackpt.digest import U64
 from deltackpt.errors import ConfigError, FormatError, Poisoned
 from deltackpt.kernels import require_counts
-from deltackpt.layout import TILE, Layout
+from deltackpt.layout import TILE, Layout, Tiling
 from deltackpt.shard import COUNTS, DENSE, GAP, PLANE_FRAME, VALUE, EncodedGroup, Frame
 
 if TYPE_CHECKING:
@@ -509,15 +509,20 @@ class Cuda:
             raise ConfigError(f"codec {codec!r} with form {form!r} is not made on a GPU; expected zstd and sparse")
         return extract(layout, old, new, self.device, codec=codec, threads=self.threads)
 
-    def stage(self, layout: Layout, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[StagedColumns]:
-        """See backend.Device."""
-        staged = stage(layout, groups, self.device, threads=self.threads)
+    def stage(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[StagedColumns]:
+        """See backend.Device. Raises ConfigError for a version in parts."""
+        if not isinstance(tiling, Layout):
+            raise ConfigError(
+                f"tensors on {self.device}: versions that were published in parts are applied on the CPU only; "
+                "follow with tensors on the CPU, or publish from one process"
+            )
+        staged = stage(tiling, groups, self.device, threads=self.threads)
         staged.wait()
         return [staged]
 
-    def apply(self, layout: Layout, staged: Sequence[object], tensors: U64) -> U64:
+    def apply(self, tiling: Tiling, staged: Sequence[object], tensors: U64) -> U64:
         """See backend.Device. Returns when the device is done."""
-        total = np.zeros(len(layout.names), np.uint64)
+        total = np.zeros(len(tiling.layout.names), np.uint64)
         for columns in staged:
             assert isinstance(columns, StagedColumns)
             total = total + apply(columns, tensors)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import os
 import random
 import shutil
@@ -373,17 +374,17 @@ class _Walk:
         left = np.zeros(len(layout.names), np.int64)
         for delta, _ in self._deltas:
             for group, _ in delta.groups():
-                left[layout.groups[group].tensor] += 1
+                left[np.unique(delta.tiling.groups[group].tensor)] += 1
         # Of several deltas, the groups of one number together, so that few masks are open at a time.
-        staged = [delta.staged(threads=self._threads) for delta, _ in self._deltas]
-        for one in heapq.merge(*staged, key=lambda s: s.group):
-            tensors = layout.groups[one.group].tensor.tolist()
+        staged = [zip(itertools.repeat(delta.tiling), delta.staged(threads=self._threads)) for delta, _ in self._deltas]
+        for tiling, one in heapq.merge(*staged, key=lambda pair: pair[1].group):
+            tensors = np.unique(tiling.groups[one.group].tensor).tolist()
             for t in tensors:
                 if t not in masks:
                     masks[t] = np.zeros(int(layout.nbytes[t]), np.uint8)
                     where[t] = masks[t].__array_interface__["data"][0]
-            backend.apply(layout, [one], where, threads=self._threads)
-            self._found += backend.apply(layout, [one], self._copy.addresses, threads=self._threads)
+            backend.apply(tiling, [one], where, threads=self._threads)
+            self._found += backend.apply(tiling, [one], self._copy.addresses, threads=self._threads)
             left[tensors] -= 1
             for t in tensors:
                 if left[t] == 0:

@@ -52,8 +52,9 @@ from deltackpt.errors import (
     StoreError,
 )
 from deltackpt.kernels import fingerprint, view
-from deltackpt.layout import Layout, Segments
+from deltackpt.layout import Layout, Segments, Tiling
 from deltackpt.manifest import LEVEL, Placement, Shard, decode
+from deltackpt.partition import Partition
 from deltackpt.reader import Delta, Fetched, Reader, compare_fingerprints, named, requests, source_lacks
 from deltackpt.shard import ShardImage, assemble, parse_index
 from deltackpt.store import LocalStore, Store, store_error, sync_folder
@@ -71,13 +72,15 @@ _COPY = 64 << 20
 class Pending(msgspec.Struct, frozen=True):
     """An apply that has begun.
 
-    moves: (from, to) below the folder; removes: files to unlink; redo: journal of in-place mode.
+    moves: (from, to) below the folder; removes: files to unlink; redo: journal of in-place mode, and partition that of
+    the delta in it.
     """
 
     version: int
     moves: tuple[tuple[str, str], ...] = ()
     removes: tuple[str, ...] = ()
     redo: str | None = None
+    partition: str | None = None
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -356,18 +359,19 @@ class CheckpointTarget:
             ) from exc
         if folder.checkpoint.layout.digest != record.layout:
             raise Poisoned(f"{self.path}: an apply was interrupted and its files no longer fit; --reseed")
-        self._set_values(folder, _read_redo(os.path.join(self._own(), pending.redo), reader, record.layout))
+        tiling = layout if pending.partition is None else reader.partition(pending.partition, layout)
+        self._set_values(folder, tiling, _read_redo(os.path.join(self._own(), pending.redo), reader, tiling))
         wrong = compare_fingerprints(layout, fingerprint_folder(folder, reader.threads), after.table())
         if wrong:
             raise Poisoned(f"{self.path}: {named(wrong)} is damaged after an interrupted apply; --reseed")
         stamp = open_folder(self.path).stamp
         _write_record(self.path, msgspec.structs.replace(after, stamp=stamp))
 
-    def _set_values(self, folder: Folder, staged: Sequence[Staged]) -> None:
+    def _set_values(self, folder: Folder, tiling: Tiling, staged: Sequence[Staged]) -> None:
         files = range(len(folder.checkpoint.placement.files))
         with mapped([folder.file_path(n) for n in files], writable=True) as maps:
             # Values, not flips: writing them twice does no harm.
-            backend.apply(folder.checkpoint.layout, staged, addresses(folder.checkpoint, maps), mode=SET)
+            backend.apply(tiling, staged, addresses(folder.checkpoint, maps), mode=SET)
         for n in files:
             sync_file(folder.file_path(n))
 
@@ -533,7 +537,7 @@ class StagedFolder:
             where = addresses(checkpoint, files)
             for step in plan.steps:
                 delta = reader.delta(step.version)
-                backend.apply(layout, delta.staged(threads=threads), where, threads=threads)
+                backend.apply(delta.tiling, delta.staged(threads=threads), where, threads=threads)
                 table = table + signed(delta, step)
             found = backend.fingerprints(layout, where, threads=threads)
         wrong = compare_fingerprints(layout, found, table)
@@ -550,7 +554,7 @@ class StagedFolder:
         offset = int(source.checkpoint.offset[tensor])
         key = source.keys[int(source.checkpoint.file[tensor])]
         source.store.read_into(key, memoryview(raw).cast("B"), offset=offset)
-        rows = Segments(int(layout.width[tensor]), *(np.array([n]) for n in (tensor, 0, int(layout.count[tensor]))))
+        rows = Segments(int(layout.width[tensor]), np.array([tensor]), np.array([0]), layout.count[[tensor]])
         where = np.array([raw.__array_interface__["data"][0]], np.uint64)
         if fingerprint(rows, where, jit=False)[0] != source.table[tensor]:
             return ChainError(f"{source.name}: {named(wrong)} in {key} differs")
@@ -749,7 +753,7 @@ class StagedValues:
         files = [held.file_path(n) for n in range(len(held.checkpoint.placement.files))]
         with mapped(files) as maps:
             # READ turns flips into new values and leaves the files alone.
-            change = backend.apply(layout, staged, addresses(held.checkpoint, maps), mode=READ)
+            change = backend.apply(delta.tiling, staged, addresses(held.checkpoint, maps), mode=READ)
         if wrong := compare_fingerprints(layout, change, after.table() - before.table()):
             raise ChainError(
                 f"{target.path}: {named(wrong)} differs from version {before.version}; --reseed replaces it"
@@ -757,9 +761,11 @@ class StagedValues:
         target.make_own(target.path)
         redo = f"redo-{secrets.token_hex(8)}"
         path = os.path.join(target.path, OWN, redo)
-        pending = Pending(after.version, redo=redo)
+        tiling = delta.tiling
+        partition = tiling.digest if isinstance(tiling, Partition) else None
+        pending = Pending(after.version, redo=redo, partition=partition)
         try:
-            _write_redo(path, assemble("redo/journal", [backend.pack(layout, s) for s in staged]))
+            _write_redo(path, assemble("redo/journal", [backend.pack(tiling, s) for s in staged]))
             _write_record(target.path, msgspec.structs.replace(before, pending=pending, next_=after))
         except DeltaError:
             found = read_record(target.path)
@@ -769,7 +775,7 @@ class StagedValues:
             raise
         self._remove_journal()
         self._journal = path
-        target._set_values(held, staged)
+        target._set_values(held, tiling, staged)
 
     def discard(self) -> None:
         """Nothing to remove: staged deltas are only in memory."""
@@ -788,18 +794,17 @@ def _write_redo(path: str, image: ShardImage) -> None:
         raise store_error(exc, f"writing {path}") from exc
 
 
-def _read_redo(path: str, reader: Reader, layout_digest: str) -> list[Staged]:
+def _read_redo(path: str, reader: Reader, tiling: Layout | Partition) -> list[Staged]:
     """Read a journal of in-place mode. Raises Poisoned if it is gone or damaged: the values are nowhere else."""
-    layout = reader.layout(layout_digest)
     try:
         with open(path, "rb") as file:
             head = file.readline()
             data = memoryview(file.read())
         shard = decode(head, Shard, path)
-        fetched = Fetched(shard, parse_index(shard, data, layout), data)
+        fetched = Fetched(shard, parse_index(shard, data, tiling), data)
         reader.check_frames(fetched)
         groups = np.unique(fetched.index.frames["group"]).tolist()
-        return [backend.decode_group(layout, g, fetched.frames(g)) for g in groups]
+        return [backend.decode_group(tiling, g, fetched.frames(g)) for g in groups]
     except FileNotFoundError as exc:
         raise Poisoned(f"{path} is gone, and an apply was interrupted; --reseed") from exc
     except OSError as exc:

@@ -196,9 +196,13 @@ def _sum_changes(unit, element, at, old, new, n):  # type: ignore[no-untyped-def
 
 
 @_inner
-def _sum_words(address, nbytes, word):  # type: ignore[no-untyped-def]  # compiled
-    """Fingerprint of nbytes that begin at a word of their tensor; the last word is zero-padded."""
+def _sum_bytes(address, nbytes, offset):  # type: ignore[no-untyped-def]  # compiled
+    """Fingerprint of nbytes that begin at a byte of their tensor; what their first and last word lack counts as 0."""
     total = _U(0)
+    while offset & _U(3) and nbytes > 0:
+        total += (_U(_load(address, np.uint8(0))) << ((offset & _U(3)) << _U(3))) * _key(offset >> _U(2))
+        address, offset, nbytes = address + _U(1), offset + _U(1), nbytes - 1
+    word = offset >> _U(2)
     for i in range(nbytes >> 2):
         total += _U(_load(address + (_U(i) << _U(2)), np.uint32(0))) * _key(word + _U(i))
     last = _U(0)
@@ -266,8 +270,8 @@ def extract(unit, old, new, count, start, counts, gaps, values, dense, fp, chang
                 counts[tile] = 0xFFFF
                 _split_tile(unit, dense, d, left, right, length)
                 d += length
-                nbytes, word = length * np.int64(width), element * width >> _U(2)
-                total += _sum_words(right, nbytes, word) - _sum_words(left, nbytes, word)
+                nbytes, offset = length * np.int64(width), element * width
+                total += _sum_bytes(right, nbytes, offset) - _sum_bytes(left, nbytes, offset)
             else:
                 counts[tile] = n
                 i = 0
@@ -317,17 +321,33 @@ def _put(unit, mode, address, element, planes, k, n, at, before, after):  # type
     return _sum_changes(unit, element, at, before, after, n)
 
 
+@_inner
+def _pass_over(counts, tile, k, d, count):  # type: ignore[no-untyped-def]  # compiled
+    """Return where the columns go on after a row of `count` elements."""
+    for first in range(0, count, TILE):
+        changes = np.int64(counts[tile])
+        tile += 1
+        if changes == 0xFFFF:
+            d += min(TILE, count - first)
+        else:
+            k += changes
+    return tile, k, d
+
+
 @_jit
 def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense, d, fp, at, before, after):  # type: ignore[no-untyped-def]  # compiled
     """Apply the columns from tile, k, d on to all rows. fp: the fingerprint differences, per row, added to.
 
-    Positions of a tile are summed up, and their cache lines asked for, before the tile ahead of it is written, so
-    that memory latency overlaps. Two rows of `at` take turns.
+    Rows at address 0 are passed over. Positions of a tile are summed up, and their cache lines asked for, before the
+    tile ahead of it is written, so that memory latency overlaps. Two rows of `at` take turns.
     """
     width = _width(unit)
     n, half, k_waiting, row_waiting = np.int64(0), 0, k, 0
     address_waiting, element_waiting = _U(0), _U(0)
     for row in range(len(count)):
+        if target[row] == _U(0):
+            tile, k, d = _pass_over(counts, tile, k, d, count[row])
+            continue
         for first in range(0, count[row], TILE):
             address = target[row] + _U(first) * width
             element = _U(start[row] + first)
@@ -341,10 +361,10 @@ def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense
                         every[i] = i
                     fp[row] += _put(unit, mode, address, element, dense, d, length, every, before, after)
                 else:
-                    nbytes, word = length * np.int64(width), element * width >> _U(2)
-                    old = _sum_words(address, nbytes, word)
+                    nbytes, offset = length * np.int64(width), element * width
+                    old = _sum_bytes(address, nbytes, offset)
                     _put_tile(unit, mode, dense, d, address, length)
-                    fp[row] += _sum_words(address, nbytes, word) - old
+                    fp[row] += _sum_bytes(address, nbytes, offset) - old
                 d += length
                 continue
             here = at[half]
@@ -369,10 +389,97 @@ def apply(unit, mode, target, count, start, counts, tile, gaps, values, k, dense
 
 
 @_jit
-def fingerprint(address, nbytes, first_word, fp):  # type: ignore[no-untyped-def]  # compiled
-    """Fingerprint of the bytes of each row. first_word: u32 words of the tensor before the row."""
+def scatter(unit, mode, address, element0, levels, count, start, counts, tile, gaps, values, k, dense, d, fp):  # type: ignore[no-untyped-def]  # compiled
+    """Apply the columns from tile, k, d on to rows that are boxes. fp: as in apply. Rows at address 0 are passed over.
+
+    levels: extent, stride, step, low and high of kernels.Place; element0: its `first`. A run of the innermost level is
+    found once, and then followed.
+    """
+    width = _width(unit)
+    extent, stride, step, low, high = levels[0], levels[1], levels[2], levels[3], levels[4]
+    inner = extent.shape[1] - 1
+    for row in range(len(count)):
+        if address[row] == _U(0):
+            tile, k, d = _pass_over(counts, tile, k, d, count[row])
+            continue
+        total = _U(0)
+        # Elements of the box in the run at hand, those of them that are here, and where its element 0 would be.
+        end, here, gone = np.int64(-1), np.int64(0), np.int64(0)
+        place, element = _U(0), _U(0)
+        for begin in range(start[row], start[row] + count[row], TILE):
+            changes = np.int64(counts[tile])
+            tile += 1
+            is_dense = changes == 0xFFFF
+            n = min(TILE, start[row] + count[row] - begin) if is_dense else changes
+            planes, at = (dense, d) if is_dense else (values, k)
+            e = np.int64(begin - 1)
+            for i in range(n):
+                e += 1
+                if not is_dense:
+                    e += np.int64(gaps[0, k + i]) + (np.int64(gaps[1, k + i]) << 8)
+                if e >= end:
+                    rest = e // extent[row, inner]
+                    run = rest * extent[row, inner]
+                    end = run + extent[row, inner]
+                    offset, moved, inside = element0[row], np.int64(0), True
+                    for level in range(inner - 1, -1, -1):
+                        over = rest // extent[row, level]
+                        c = rest - over * extent[row, level]
+                        rest = over
+                        offset += c * stride[row, level]
+                        moved += c * step[row, level]
+                        inside = inside and low[row, level] <= c and c < high[row, level]
+                    here, gone = (run + low[row, inner], run + high[row, inner]) if inside else (end, end)
+                    element = _U(offset - run * stride[row, inner])
+                    place = address[row] + _U(moved - run * step[row, inner]) * width
+                if e < here or e >= gone:
+                    continue
+                where = place + _U(e * step[row, inner]) * width
+                old, new = _U(_load(where, unit)), _U(0)
+                for b in range(width):
+                    new |= _U(planes[np.int64(b), at + i]) << (_U(8) * b)
+                if mode != 1:
+                    new ^= old
+                if mode == 2:
+                    for b in range(width):
+                        planes[np.int64(b), at + i] = (new >> (_U(8) * b)) & _U(255)
+                elif mode != 3:
+                    _store(where, type(unit)(new))
+                total += _change(unit, element + _U(e * stride[row, inner]), old, new)
+            if is_dense:
+                d += n
+            else:
+                k += n
+        fp[row] += total
+
+
+@_jit
+def fingerprint(address, nbytes, offset, fp):  # type: ignore[no-untyped-def]  # compiled
+    """Fingerprint of the bytes of each row. offset: bytes of the tensor before the row."""
     for row in range(len(nbytes)):
-        fp[row] = _sum_words(address[row], nbytes[row], _U(first_word[row]))
+        fp[row] = _sum_bytes(address[row], nbytes[row], _U(offset[row]))
+
+
+@_jit
+def fingerprint_boxes(width, address, element0, extent, stride, step, fp):  # type: ignore[no-untyped-def]  # compiled
+    """Fingerprint of the elements of each box; see kernels.Place."""
+    inner = extent.shape[1] - 1
+    for row in range(len(address)):
+        runs = extent[row].prod() // extent[row, inner]
+        length = extent[row, inner] if stride[row, inner] == 1 and step[row, inner] == 1 else np.int64(1)
+        total = _U(0)
+        for run in range(runs):
+            rest, offset, moved = np.int64(run), element0[row], np.int64(0)
+            for level in range(inner - 1, -1, -1):
+                over = rest // extent[row, level]
+                c = rest - over * extent[row, level]
+                rest = over
+                offset += c * stride[row, level]
+                moved += c * step[row, level]
+            for c in range(0, extent[row, inner], length):
+                where = address[row] + _U((moved + c * step[row, inner]) * width)
+                total += _sum_bytes(where, length * width, _U((offset + c * stride[row, inner]) * width))
+        fp[row] = total
 
 
 @_jit

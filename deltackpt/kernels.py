@@ -19,15 +19,16 @@ import numpy.typing as npt
 
 from deltackpt.digest import U64, contribution, keys
 from deltackpt.errors import FormatError
-from deltackpt.layout import I64, TILE, Layout, Segments
+from deltackpt.layout import I64, TILE, Boxes, Layout, Segments
 
 U8: TypeAlias = npt.NDArray[np.uint8]
 U16: TypeAlias = npt.NDArray[np.uint16]
 
 DENSE = 0xFFFF
 """Count of a dense tile."""
-XOR, SET, READ = 0, 1, 2
-"""Modes of apply: flip the bits; write the values as they are; leave memory and turn flips into new values."""
+XOR, SET, READ, LOOK = 0, 1, 2, 3
+"""Modes of apply: flip the bits; write the values as they are; leave memory and turn flips into new values; leave both
+(boxes only)."""
 
 JIT_BYTES, JIT_TENSORS = 64 << 20, 5000
 """Below both, numpy is done before numba is imported and loaded (0.5 s)."""
@@ -61,6 +62,36 @@ class Extracted:
     changed: I64
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where boxes are, one a row; element e of a box, counted row-major in `extent` (n, levels), has coordinates c.
+
+    In its tensor it is element first + sum of c * stride. In memory it lies sum of c * step elements after `address`,
+    if low <= c < high in every level; else it is not here. Rows at address 0 are not meant at all. int64, u64.
+    """
+
+    address: U64
+    first: I64
+    extent: I64
+    stride: I64
+    step: I64
+    low: I64
+    high: I64
+
+    @classmethod
+    def of(cls, boxes: Boxes, rows: I64, address: U64, step: I64 | None = None) -> Place:
+        """Boxes that are there as a whole: with these steps, or side by side as a box of their own."""
+        extent = boxes.extent[rows]
+        if step is None:
+            step = np.ones_like(extent)
+            step[:, :-1] = np.cumprod(extent[:, :0:-1], axis=1)[:, ::-1]
+        return cls(address, boxes.offset[rows], extent, boxes.stride[rows], step, np.zeros_like(extent), extent)
+
+    def take(self, rows: I64) -> Place:
+        """Return some of the rows."""
+        return Place(**{name: column[rows] for name, column in vars(self).items()})
+
+
 def use_jit(layout: Layout) -> bool:
     """Say whether work on weights of this layout goes through numba."""
     if "deltackpt.jit" in sys.modules:
@@ -77,12 +108,26 @@ def _scratch(name: str, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> n
     return held[name, shape]
 
 
+def first_elements(segments: Segments) -> I64:
+    """Return the element of its tensor with which each row begins, if the row is one run of elements there."""
+    if segments.boxes is None or segments.box is None:
+        return segments.start
+    return segments.boxes.offset[segments.box] + segments.start
+
+
 def extract(segments: Segments, old: U64, new: U64, *, jit: bool) -> Extracted:
     """Compare two copies of the rows and return the columns; the result owns its memory.
 
-    old, new: address of each row. A tile is dense iff 4 * changed > its length.
+    old, new: address of each row; the elements of a box lie side by side. A tile is dense iff 4 * changed > its length.
     """
-    return (_extract_jit if jit else _extract_numpy)(segments, old, new)
+    found = (_extract_jit if jit else _extract_numpy)(segments, old, new)
+    boxes, box = segments.boxes, segments.box
+    if boxes is None or box is None or not (strided := boxes.strided[box]).any():
+        return found
+    # Which elements of its tensor a strided row changed is known only by its box.
+    begin = np.where(strided, old - (segments.start * segments.width).astype(np.uint64), np.uint64(0))
+    again = _scatter(Slice(segments, 0, 0, 0), Place.of(boxes, box, begin), found.columns, LOOK, jit)
+    return Extracted(found.columns, np.where(strided, again, found.fingerprints), found.changed)
 
 
 def _extract_jit(segments: Segments, old: U64, new: U64) -> Extracted:
@@ -97,7 +142,7 @@ def _extract_jit(segments: Segments, old: U64, new: U64) -> Extracted:
     counts = np.empty(segments.tiles, np.uint16)
     fp, changed = np.empty(len(old), np.uint64), np.empty(len(old), np.int64)
     k, d = jit.extract(
-        _UNIT[width], old, new, segments.count, segments.start,
+        _UNIT[width], old, new, segments.count, first_elements(segments),
         counts, gaps, values, dense, fp, changed, *lists,
     )  # fmt: skip
     columns = Columns(counts, gaps[:, :k].copy(), values[:, :k].copy(), dense[:, :d].copy())  # type: ignore[arg-type]  # u8 scratch
@@ -124,7 +169,7 @@ def _element(segments: Segments, at: I64) -> U64:
     """Return the index in its tensor of each element, given its index in all elements of the rows."""
     first = np.cumsum(segments.count) - segments.count
     row = np.searchsorted(first, at, side="right") - 1
-    return (at - first[row] + segments.start[row]).astype(np.uint64)
+    return (at - first[row] + first_elements(segments)[row]).astype(np.uint64)
 
 
 def _row_sums(segments: Segments, terms: U64, at: I64) -> U64:
@@ -187,6 +232,21 @@ def positions(segments: Segments, columns: Columns) -> tuple[I64, U64]:
     return at[order], values[order]
 
 
+def in_tensors(segments: Segments, at: I64) -> tuple[I64, I64]:
+    """Return tensor and element in it of elements of the rows, given their indices in all elements of the rows."""
+    first = np.cumsum(segments.count) - segments.count
+    row = np.searchsorted(first, at, side="right") - 1
+    rest = at - first[row] + segments.start[row]
+    if segments.boxes is None or segments.box is None:
+        return segments.tensor[row], rest
+    box = segments.box[row]
+    element = segments.boxes.offset[box]
+    for level in range(segments.boxes.extent.shape[1] - 1, -1, -1):
+        rest, c = np.divmod(rest, segments.boxes.extent[box, level])
+        element = element + c * segments.boxes.stride[box, level]
+    return segments.tensor[row], element
+
+
 def join_planes(planes: U8) -> U64:
     """Return the elements whose byte planes are the rows of `planes`, zero-extended to u64."""
     width = len(planes)
@@ -226,13 +286,21 @@ def slices(segments: Segments, columns: Columns, nbytes: int) -> list[Slice]:
     ]
 
 
-def apply(piece: Slice, addresses: U64, columns: Columns, *, mode: int = XOR, jit: bool) -> U64:
+def apply(
+    piece: Slice, addresses: U64, columns: Columns, *, mode: int = XOR, jit: bool, place: Place | None = None
+) -> U64:
     """Apply the columns of a slice to its rows; returns the fingerprint difference per row.
 
-    columns: of the whole group, checked. mode: XOR flips; SET writes the column values as they are; READ leaves
-    memory alone and replaces the column values by what XOR would have written.
+    addresses: of each row, whose elements lie side by side in memory and in their tensor; 0 passes over it. place:
+    where the other rows are. columns: of the whole group, checked. mode: XOR flips; SET writes the column values as
+    they are; READ leaves memory alone and replaces the column values by what XOR would have written.
     """
-    return (_apply_jit if jit else _apply_numpy)(piece, addresses, columns, mode)
+    if place is None:
+        return (_apply_jit if jit else _apply_numpy)(piece, addresses, columns, mode)
+    fp = _scatter(piece, place, columns, mode, jit)
+    if addresses.any():
+        fp += (_apply_jit if jit else _apply_numpy)(piece, addresses, columns, mode)
+    return fp
 
 
 def _apply_jit(piece: Slice, addresses: U64, columns: Columns, mode: int) -> U64:
@@ -242,7 +310,7 @@ def _apply_jit(piece: Slice, addresses: U64, columns: Columns, mode: int) -> U64
     fp = np.zeros(len(addresses), np.uint64)
     at, values = _scratch("at", (3, TILE), np.uint64), _scratch("values of a tile", (2, TILE), np.uint64)
     jit.apply(
-        _UNIT[segments.width], mode, addresses, segments.count, segments.start, columns.counts, piece.tile,
+        _UNIT[segments.width], mode, addresses, segments.count, first_elements(segments), columns.counts, piece.tile,
         columns.gaps, columns.values, piece.k, columns.dense, piece.d, fp, at, *values,
     )  # fmt: skip
     return fp
@@ -254,9 +322,9 @@ def _apply_numpy(piece: Slice, addresses: U64, columns: Columns, mode: int) -> U
     at, values = positions(segments, mine)
     bounds = np.concatenate(([0], np.cumsum(segments.count)))
     cut = np.searchsorted(at, bounds)
-    before = np.empty(len(at), np.uint64)
-    after = np.empty(len(at), np.uint64)
-    for row in np.flatnonzero(np.diff(cut)):
+    # Equal in rows that are passed over, and for READ what the columns have.
+    before, after = values.copy(), values.copy()
+    for row in np.flatnonzero((np.diff(cut) > 0) & (addresses != 0)):
         here = slice(cut[row], cut[row + 1])
         memory = view(addresses[row], int(segments.count[row]) * width).view(f"<u{width}")
         where = at[here] - bounds[row]
@@ -269,6 +337,52 @@ def _apply_numpy(piece: Slice, addresses: U64, columns: Columns, mode: int) -> U
     return _changes(segments, at, before, after)
 
 
+def _scatter(piece: Slice, place: Place, columns: Columns, mode: int, jit: bool) -> U64:
+    """Apply the columns of a slice to rows that are boxes; see apply."""
+    segments = piece.segments
+    fp = np.zeros(len(place.address), np.uint64)
+    if jit:
+        from deltackpt import jit as compiled
+
+        levels = np.stack((place.extent, place.stride, place.step, place.low, place.high))
+        compiled.scatter(
+            _UNIT[segments.width], mode, place.address, place.first, levels, segments.count, segments.start,
+            columns.counts, piece.tile, columns.gaps, columns.values, piece.k, columns.dense, piece.d, fp,
+        )  # fmt: skip
+        return fp
+    width, mine = segments.width, piece.of(columns)
+    at, values = positions(segments, mine)
+    after = values.copy()
+    bounds = np.concatenate(([0], np.cumsum(segments.count)))
+    cut = np.searchsorted(at, bounds)
+    for row in np.flatnonzero((np.diff(cut) > 0) & (place.address != 0)):
+        rest = at[cut[row] : cut[row + 1]] - bounds[row] + segments.start[row]
+        element, moved = np.full_like(rest, place.first[row]), np.zeros_like(rest)
+        inside = np.ones(len(rest), bool)
+        for level in range(place.extent.shape[1] - 1, -1, -1):
+            rest, c = np.divmod(rest, place.extent[row, level])
+            element += c * place.stride[row, level]
+            moved += c * place.step[row, level]
+            inside &= (place.low[row, level] <= c) & (c < place.high[row, level])
+        if not inside.any():
+            continue
+        here, moved = cut[row] + np.flatnonzero(inside), moved[inside]
+        lowest = int(moved.min())
+        # From the first element to the last: the box need not begin where memory does.
+        begin = (int(place.address[row]) + lowest * width) & 0xFFFFFFFFFFFFFFFF
+        memory = view(begin, (int(moved.max()) - lowest + 1) * width).view(f"<u{width}")
+        before = memory[moved - lowest].astype(np.uint64)
+        after[here] = values[here] if mode == SET else before ^ values[here]
+        if mode in (XOR, SET):
+            memory[moved - lowest] = after[here].astype(memory.dtype)
+        index = element[inside].astype(np.uint64)
+        terms = contribution(width, index, after[here]) - contribution(width, index, before)
+        fp[row] = terms.sum(dtype=np.uint64)
+    if mode == READ:
+        _replace_values(segments, mine, at, after)
+    return fp
+
+
 def _replace_values(segments: Segments, columns: Columns, at: I64, values: U64) -> None:
     """Write new values into the value and dense planes of columns whose changes are at `at`."""
     in_dense = np.repeat(columns.counts == DENSE, segments.tile_lengths)[at]
@@ -277,26 +391,45 @@ def _replace_values(segments: Segments, columns: Columns, at: I64, values: U64) 
 
 
 def fingerprint(segments: Segments, addresses: U64, *, jit: bool) -> U64:
-    """Return what the bytes of each row add to the fingerprint of its tensor."""
+    """Return what the bytes of each row add to the fingerprint of its tensor. Rows of whole tensors only."""
     nbytes = segments.count * segments.width
-    first_word = segments.start * segments.width // 4  # a row starts at a multiple of TILE elements
+    offset = segments.start * segments.width
     fp = np.empty(len(addresses), np.uint64)
     if jit:
         from deltackpt import jit as compiled
 
-        compiled.fingerprint(addresses, nbytes, first_word, fp)
+        compiled.fingerprint(addresses, nbytes, offset, fp)
         return fp
-    for row, (address, n, word) in enumerate(
-        zip(addresses.tolist(), nbytes.tolist(), first_word.tolist(), strict=True)
-    ):
+    for row, (address, n, byte) in enumerate(zip(addresses.tolist(), nbytes.tolist(), offset.tolist(), strict=True)):
         total = np.uint64(0)
         for begin in range(0, n, _CACHED):
             part = view(address + begin, min(_CACHED, n - begin))
             padded = np.concatenate((part, np.zeros(-len(part) % 4, np.uint8))) if len(part) % 4 else part
-            first = word + begin // 4
+            first = (byte + begin) // 4  # a row starts at a multiple of TILE elements
             index = np.arange(first, first + len(padded) // 4, dtype=np.uint64)
             total = np.add(total, (padded.view("<u4") * keys(index)).sum(dtype=np.uint64), dtype=np.uint64)
         fp[row] = total
+    return fp
+
+
+def fingerprint_boxes(width: int, place: Place, *, jit: bool) -> U64:
+    """Return what the elements of each box, which are all there, add to the fingerprint of its tensor."""
+    fp = np.empty(len(place.address), np.uint64)
+    if jit:
+        from deltackpt import jit as compiled
+
+        compiled.fingerprint_boxes(width, place.address, place.first, place.extent, place.stride, place.step, fp)
+        return fp
+    for row, address in enumerate(place.address.tolist()):
+        extent, step = place.extent[row].tolist(), place.step[row].tolist()
+        span = 1 + sum((n - 1) * s for n, s in zip(extent, step, strict=True))
+        memory = view(address, span * width).view(f"<u{width}")
+        here = np.lib.stride_tricks.as_strided(memory, extent, [s * width for s in step])
+        index = np.full(extent, place.first[row])
+        for axis, (n, stride) in enumerate(zip(extent, place.stride[row].tolist(), strict=True)):
+            index += (np.arange(n) * stride).reshape([-1 if a == axis else 1 for a in range(len(extent))])
+        terms = contribution(width, index.ravel().astype(np.uint64), here.ravel().astype(np.uint64))
+        fp[row] = terms.sum(dtype=np.uint64)
     return fp
 
 

@@ -6,9 +6,9 @@ Pure: no I/O. Rules in `manifests/FORMAT.md` sections 3 and 4.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -67,17 +67,53 @@ class _Tensors(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class Boxes:
+    """Boxes of tensors, in stored elements, joined to as few dimensions as they need. int64.
+
+    tensor: index in the layout. Element e of a box, counted row-major, has the coordinates c that `extent` (n, levels)
+    gives it, and is element offset + sum of c * stride of its tensor. Unused levels come first and have extent 1.
+    """
+
+    tensor: I64
+    offset: I64
+    extent: I64
+    stride: I64
+
+    @cached_property
+    def count(self) -> I64:
+        """Elements of each box."""
+        count: I64 = self.extent.prod(axis=1)
+        return count
+
+    @cached_property
+    def strided(self) -> npt.NDArray[np.bool_]:
+        """Whether the elements of a box do not lie side by side in its tensor."""
+        found: npt.NDArray[np.bool_] = (self.extent[:, :-1] > 1).any(axis=1) | (
+            (self.extent[:, -1] > 1) & (self.stride[:, -1] != 1)
+        )
+        return found
+
+
+@dataclass(frozen=True)
 class Segments:
-    """Consecutive tiles of one element width, as runs of elements inside tensors.
+    """Consecutive tiles of one element width, as runs of elements inside tensors or inside boxes of them.
 
     tensor: index in the layout; start: first element, a multiple of TILE; count: elements, at least 1.
-    Arrays of equal length, int64. Tiles of a run: ceil(count / TILE).
+    Arrays of equal length, int64. Tiles of a run: ceil(count / TILE). box: index in `boxes` of the box in which
+    `start` counts; where boxes is None, elements are counted in the whole tensor.
     """
 
     width: int
     tensor: I64
     start: I64
     count: I64
+    box: I64 | None = None
+    boxes: Boxes | None = None
+
+    @property
+    def plain(self) -> Segments:
+        """The same tiles as if every box were a tensor."""
+        return self if self.boxes is None else replace(self, box=None, boxes=None)
 
     @cached_property
     def tiles(self) -> int:
@@ -117,8 +153,35 @@ class Segments:
             count[-1] = upto
             start[0] += element
             count[0] -= element
-            yield Segments(self.width, self.tensor[rows], start, count)
+            box = None if self.box is None else self.box[rows]
+            yield Segments(self.width, self.tensor[rows], start, count, box, self.boxes)
             row, element = (last + 1, 0) if upto == int(self.count[last]) else (last, upto)
+
+
+class Tiling(Protocol):
+    """What the groups of a delta are made of: whole tensors (`Layout`), or the boxes of parts (`Partition`)."""
+
+    @property
+    def layout(self) -> Layout:
+        """The tensors."""
+
+    @property
+    def groups(self) -> tuple[Segments, ...]:
+        """The tiles of every group."""
+
+    def group_names(self, group: int) -> str:
+        """Say which tensors a group holds."""
+
+
+def form_groups(rows: Segments) -> Iterator[Segments]:
+    """Cut a sequence of tiles into groups."""
+    return rows.cut(GROUP_BYTES)
+
+
+def name_group(layout: Layout, rows: Segments) -> str:
+    """Say which tensors a group holds: its only one, or the first and the last."""
+    first, last = layout.names[int(rows.tensor[0])], layout.names[int(rows.tensor[-1])]
+    return first if first == last else f"{first} .. {last}"
 
 
 class Layout:
@@ -197,14 +260,17 @@ class Layout:
             tensor = np.flatnonzero((self.width == width) & (self.count > 0)).astype(np.int64)
             if len(tensor):
                 whole = Segments(width, tensor, np.zeros_like(tensor), self.count[tensor])
-                groups.extend(whole.cut(GROUP_BYTES))
+                groups.extend(form_groups(whole))
         return tuple(groups)
+
+    @property
+    def layout(self) -> Layout:
+        """This layout: a tiling of whole tensors."""
+        return self
 
     def group_names(self, group: int) -> str:
         """Say which tensors a group holds: its only one, or the first and the last."""
-        tensor = self.groups[group].tensor
-        first, last = self.names[int(tensor[0])], self.names[int(tensor[-1])]
-        return first if first == last else f"{first} .. {last}"
+        return name_group(self, self.groups[group])
 
     def has(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> bool:
         """Say whether these tensors, in any order, are the ones of this layout."""

@@ -87,8 +87,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One version. Its exclusive create under `manifests/<version>.json` is the commit.
 
     prev: digest of the manifest before it, empty for version 0. base: delta and empty: version - 1;
-    rewind: the version whose state this one equals. present: one bit per group (bit g%8 of byte g//8),
-    set where the shards hold data of the group. anchor: the full copy that a `full` version starts from.
+    rewind: the version whose state this one equals. partition: the parts of a delta, None for whole tensors.
+    present: one bit per group (bit g%8 of byte g//8), set where the shards hold data of the group.
+    anchor: the full copy that a `full` version starts from.
     times: stage times in ms, as known before the commit.
     """
 
@@ -278,8 +279,8 @@ def _check(manifest: Manifest, what: str) -> None:
         raise FormatError(f"{what}: base, anchor, shards or present do not fit kind {kind!r}")
     if manifest.anchor is not None:
         require_key(manifest.anchor.key, f"{what}: anchor")
-    if manifest.partition is not None:
-        raise UnsupportedFormat(f"{what}: published in parts; update deltackpt")
+    if manifest.partition is not None and kind != "delta":
+        raise FormatError(f"{what}: it is {kind} and has no parts, but names a partition")
     for shard in manifest.shards:
         require_key(shard.key, f"{what}: shard key")
         if not (shard.frames[0] <= shard.frames[1] <= shard.tensors[0] <= shard.tensors[1] <= shard.nbytes):

@@ -470,7 +470,8 @@ class Mirror:
 
 
 def _tables(manifest: Manifest) -> list[tuple[str, str]]:
-    return [("layouts", manifest.layout), ("placements", manifest.placement)]
+    found = [("layouts", manifest.layout), ("placements", manifest.placement)]
+    return found if manifest.partition is None else [*found, ("partitions", manifest.partition)]
 
 
 def mirror_store(

@@ -19,7 +19,7 @@ from deltackpt.chain import Plan
 from deltackpt.digest import U64, contribution, state_fingerprint
 from deltackpt.errors import ChainError, ConfigError, IntegrityError, Poisoned
 from deltackpt.folder import signed
-from deltackpt.kernels import U8, Columns, fingerprint, positions, use_jit, view
+from deltackpt.kernels import U8, Columns, fingerprint, in_tensors, positions, use_jit, view
 from deltackpt.layout import I64, TILE, Segments
 from deltackpt.live import Live
 from deltackpt.reader import Delta, Reader, compare_fingerprints, named
@@ -286,11 +286,23 @@ class _Flips:
 
 def _changes(plan: ScatterPlan, delta: Delta, threads: int | None) -> Iterator[tuple[int, tuple[I64, U64]]]:
     """Yield each group's number, and its changes: elements of the checkpoint, counted through, and flips."""
-    first = plan.source_numbering.of_group
+    numbering = plan.source_numbering
     for staged in delta.staged(threads=threads):
-        at, values = positions(plan.layout.groups[staged.group], staged.columns)
-        flipped = values != 0
-        yield staged.group, (at[flipped] + first[staged.group], values[flipped])
+        segments = delta.tiling.groups[staged.group]
+        at, values = positions(segments, staged.columns)
+        at, values = at[values != 0], values[values != 0]
+        if segments.boxes is None:
+            yield staged.group, (at + numbering.of_group[staged.group], values)
+            continue
+        # A group of a part has elements of any groups of the layout, in an order of its own.
+        tensor, element = in_tensors(segments, at)
+        elements = numbering.of_tensor[tensor] + element
+        order = np.argsort(elements)
+        elements, values = elements[order], values[order]
+        cuts = np.searchsorted(elements, numbering.of_group)
+        for group in np.flatnonzero(np.diff(cuts)).tolist():
+            mine = slice(int(cuts[group]), int(cuts[group + 1]))
+            yield group, (elements[mine], values[mine])
 
 
 def _merged(changes: Sequence[tuple[I64, U64]]) -> tuple[I64, U64]:

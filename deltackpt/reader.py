@@ -38,6 +38,7 @@ from deltackpt.manifest import (
     pruned_key,
     require_level,
 )
+from deltackpt.partition import MAX_PARTITION, Partition
 from deltackpt.shard import Frame, Index, header_length, parse_header, parse_index
 from deltackpt.store import LocalStore, Store, read
 
@@ -68,10 +69,14 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Delta:
-    """A version's delta in memory. fingerprints: what it adds to each tensor's fingerprint, walked forwards."""
+    """A version's delta in memory. fingerprints: what it adds to each tensor's fingerprint, walked forwards.
+
+    tiling: what its groups are made of, the layout or a partition of it.
+    """
 
     version: int
     layout: Layout
+    tiling: Layout | Partition
     fetched: tuple[Fetched, ...]
     fingerprints: U64
 
@@ -90,7 +95,7 @@ class Delta:
         """Decode and check one group after the other."""
         for group, frames in self.groups():
             try:
-                yield decode_group(self.layout, group, frames, threads=threads)
+                yield decode_group(self.tiling, group, frames, threads=threads)
             except FormatError as exc:
                 raise type(exc)(f"version {self.version}: {exc}") from exc
 
@@ -122,6 +127,7 @@ class Reader:
         self.history: History = {}
         self._layouts: dict[str, Layout] = {}
         self._placements: dict[str, Placement] = {}
+        self._partitions: dict[str, Partition] = {}
         self._info: StoreInfo | None = None
 
     # ------------------------------------------------------------ manifests
@@ -213,9 +219,9 @@ class Reader:
 
     # ------------------------------------------------------------ objects by content
 
-    def _object(self, kind: str, content: str, suffix: str = ".json") -> bytes:
+    def _object(self, kind: str, content: str, suffix: str = ".json", limit: int = _MAX_OBJECT) -> bytes:
         key = f"{kind}/{content}{suffix}"
-        raw = read(self.store, key, limit=_MAX_OBJECT)
+        raw = read(self.store, key, limit=limit)
         if sha256(raw) != content:
             raise IntegrityError(
                 f"{key}: SHA-256 of its {len(raw)} bytes is {sha256(raw)[:12]}, not its name; fetch it again"
@@ -227,6 +233,21 @@ class Reader:
         if content not in self._layouts:
             self._layouts[content] = Layout.decode(self._object("layouts", content))
         return self._layouts[content]
+
+    def tiling(self, manifest: Manifest) -> Layout | Partition:
+        """Return what the groups of a version are made of: its layout, or the partition that it was published in."""
+        layout = self.layout(manifest.layout)
+        return layout if manifest.partition is None else self.partition(manifest.partition, layout)
+
+    def partition(self, content: str, layout: Layout) -> Partition:
+        """Return a partition of a layout by digest."""
+        if content not in self._partitions:
+            raw = self._object("partitions", content, limit=MAX_PARTITION)
+            self._partitions[content] = Partition.decode(raw, layout)
+        found = self._partitions[content]
+        if found.layout is not layout:
+            raise FormatError(f"partition {content[:12]} cuts another layout than that of the version that names it")
+        return found
 
     def placement(self, manifest: Manifest) -> Placement:
         """Return the placement of a version."""
@@ -253,8 +274,8 @@ class Reader:
         Raises NotFound when its data is gone, IntegrityError or FormatError naming version and tensors.
         """
         manifest = self.manifest(version)
-        layout = self.layout(manifest.layout)
-        fetched = tuple(self._fetch_all(manifest.shards, layout, version))
+        layout, tiling = self.layout(manifest.layout), self.tiling(manifest)
+        fetched = tuple(self._fetch_all(manifest.shards, tiling, version))
         groups = [g for f in fetched for g in np.unique(f.index.frames["group"]).tolist()]
         present = np.flatnonzero(np.unpackbits(np.frombuffer(manifest.present, np.uint8), bitorder="little"))
         if sorted(groups) != present.tolist():
@@ -263,7 +284,7 @@ class Reader:
             )
         total = np.zeros(len(layout.names), np.uint64)
         for one in fetched:
-            total[one.index.changes["tensor"]] += one.index.changes["fingerprint"]
+            np.add.at(total, one.index.changes["tensor"], one.index.changes["fingerprint"])  # of several parts
         before = self.history.get(version - 1)
         if before is not None:
             state = fp_hex(int(before.manifest.state, 16) + state_fingerprint(layout.weights, total))
@@ -271,14 +292,14 @@ class Reader:
                 raise FormatError(
                     f"version {version}: its changed tensors lead to state {state}, the manifest says {manifest.state}"
                 )
-        return Delta(version, layout, fetched, total)
+        return Delta(version, layout, tiling, fetched, total)
 
-    def fetch(self, shard: Shard, layout: Layout, version: int) -> Fetched:
+    def fetch(self, shard: Shard, tiling: Layout | Partition, version: int) -> Fetched:
         """Fetch one shard and check it."""
-        (fetched,) = self._fetch_all((shard,), layout, version)
+        (fetched,) = self._fetch_all((shard,), tiling, version)
         return fetched
 
-    def _fetch_all(self, shards: Sequence[Shard], layout: Layout, version: int) -> Iterator[Fetched]:
+    def _fetch_all(self, shards: Sequence[Shard], tiling: Layout | Partition, version: int) -> Iterator[Fetched]:
         """Fetch shards with several requests at a time; each is checked while the next ones come."""
 
         def check(shard: Shard) -> None:
@@ -310,10 +331,10 @@ class Reader:
                 continue
             if xxhash.xxh3_128_hexdigest(data) != shard.xxh3_128:
                 raise IntegrityError(
-                    f"version {version}: shard {shard.key}: checksum differs{_where(shard, data, layout)}; "
+                    f"version {version}: shard {shard.key}: checksum differs{_where(shard, data, tiling)}; "
                     "fetch it again"
                 )
-            yield Fetched(shard, parse_index(shard, data, layout), data)
+            yield Fetched(shard, parse_index(shard, data, tiling), data)
 
     def check_frames(self, fetched: Fetched) -> None:
         """Raise IntegrityError unless every frame has its own checksum too (range reads rely on it)."""
@@ -525,17 +546,17 @@ def read_chunks(store: Store, key: str, out: memoryview, offset: int, threads: i
         pass
 
 
-def _where(shard: Shard, data: memoryview, layout: Layout) -> str:
+def _where(shard: Shard, data: memoryview, tiling: Layout | Partition) -> str:
     """Say which tensors a damaged shard concerns, as far as its own tables can still tell."""
     try:
         raw = bytes(data[8 : 8 + header_length(bytes(data[:64]), len(data), shard.key)])
         parse_header(raw, len(data), shard.key)
-        index = parse_index(shard, data, layout)
+        index = parse_index(shard, data, tiling)
     except FormatError:
         return " (its header or index is damaged)"
     for record in index.frames:
         if xxh3_64(data[int(record["offset"]) :][: int(record["stored"])]) != int(record["checksum"]):
-            return f" (tensors {layout.group_names(int(record['group']))})"
+            return f" (tensors {tiling.group_names(int(record['group']))})"
     return " (outside the frames)"
 
 

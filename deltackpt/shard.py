@@ -24,6 +24,7 @@ from deltackpt.digest import U64, xxh3_64
 from deltackpt.errors import FormatError
 from deltackpt.layout import I64, Layout, tensor_nbytes
 from deltackpt.manifest import Shard
+from deltackpt.partition import Partition
 
 MAX_HEADER = 100_000_000
 """Bytes of a safetensors header, as the reference reader limits it."""
@@ -189,7 +190,7 @@ class Frame:
 class EncodedGroup:
     """One changed group: its frames sorted by plane and place, and what changed.
 
-    tensor, fingerprint: changed tensors, sorted, and their fingerprint differences; changed: elements.
+    tensor, fingerprint: changed tensors, sorted, and their fingerprint differences; changed: elements; part: whose.
     """
 
     group: int
@@ -197,6 +198,7 @@ class EncodedGroup:
     tensor: I64
     fingerprint: U64
     changed: int
+    part: int = 0
 
     @property
     def stored(self) -> int:
@@ -216,13 +218,14 @@ _PADDING = bytes(ALIGN)
 
 
 def assemble(key: str, groups: Sequence[EncodedGroup]) -> ShardImage:
-    """Lay groups out as one shard."""
+    """Lay groups, sorted by number, of one or more parts out as one shard."""
     frames = np.zeros(sum(len(g.frames) for g in groups), FRAME)
-    touched: dict[int, int] = {}
+    touched: dict[tuple[int, int], int] = {}
     for group in groups:
         for tensor, fp in zip(group.tensor.tolist(), group.fingerprint.tolist(), strict=True):
-            touched[tensor] = (touched.get(tensor, 0) + fp) & 0xFFFFFFFFFFFFFFFF
-    changes = np.array([(t, 0, touched[t]) for t in sorted(touched)], CHANGE)
+            place = (tensor, group.part)
+            touched[place] = (touched.get(place, 0) + fp) & 0xFFFFFFFFFFFFFFFF
+    changes = np.array([(*place, touched[place]) for place in sorted(touched)], CHANGE)
     index_nbytes = frames.nbytes + changes.nbytes
     index_nbytes += -index_nbytes % ALIGN
     entries = [("index", "U8", [index_nbytes], index_nbytes)]
@@ -262,7 +265,7 @@ class Index:
     changes: npt.NDArray[np.void]
 
 
-def parse_index(shard: Shard, data: memoryview, layout: Layout) -> Index:
+def parse_index(shard: Shard, data: memoryview, tiling: Layout | Partition) -> Index:
     """Read the tables of a shard whose bytes are `data`. Raises FormatError unless both are in order and in bounds."""
     what = f"shard {shard.key}"
     header = parse_header(bytes(data[8 : 8 + header_length(bytes(data[:64]), len(data), what)]), len(data), what)
@@ -285,11 +288,20 @@ def parse_index(shard: Shard, data: memoryview, layout: Layout) -> Index:
         raise FormatError(f"{what}: frames overlap or lie outside the shard")
     if np.any(frames["offset"] % np.uint64(ALIGN)):
         raise FormatError(f"{what}: a frame does not begin at a multiple of {ALIGN}")
-    if len(frames) and (frames["group"].max() >= len(layout.groups) or np.any(frames["stored"] == 0)):
+    if len(frames) and (frames["group"].max() >= len(tiling.groups) or np.any(frames["stored"] == 0)):
         raise FormatError(f"{what}: a frame is empty or names a group that the layout does not have")
-    tensors = changes["tensor"]
-    if len(changes) and (tensors.max() >= len(layout.names) or np.any(tensors[1:] <= tensors[:-1])):
+    partition = tiling if isinstance(tiling, Partition) else None
+    parts = 1 if partition is None else partition.parts
+    pairs = changes["tensor"].astype(np.int64) * parts + changes["part"]
+    if len(changes) and (changes["tensor"].max() >= len(tiling.layout.names) or np.any(pairs[1:] <= pairs[:-1])):
         raise FormatError(f"{what}: changed tensors are not sorted, or not in the layout")
-    if np.any(changes["part"] != 0):
-        raise FormatError(f"{what}: names a part, but the version has none")
+    if partition is None:
+        if np.any(changes["part"] != 0):
+            raise FormatError(f"{what}: names a part, but the version has none")
+    else:
+        of_frames = [partition.part_of(g) for g in np.unique(frames["group"]).tolist()]
+        if np.any(changes["part"] >= parts) or not np.isin(changes["part"], of_frames).all():
+            raise FormatError(f"{what}: names a part of which it has no data")
+        if not np.isin(pairs, partition.pairs).all():
+            raise FormatError(f"{what}: names a tensor of which the part has no box")
     return Index(frames, changes)

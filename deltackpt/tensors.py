@@ -364,11 +364,11 @@ class StagedTensors:
     def _apply(self, memory: _Memory) -> list[str] | None:
         """Apply all deltas; where one does not do what was published undo them and return the names."""
         for n, ((delta, staged), step) in enumerate(zip(self.deltas, self.plan.steps, strict=True)):
-            found = self.device.apply(self.layout, staged, memory.addresses)
+            found = self.device.apply(delta.tiling, staged, memory.addresses)
             wrong = compare_fingerprints(self.layout, found, signed(delta, step))
             if wrong:
-                for _, again in self.deltas[n::-1]:
-                    self.device.apply(self.layout, again, memory.addresses)
+                for earlier, again in self.deltas[n::-1]:
+                    self.device.apply(earlier.tiling, again, memory.addresses)
                 return wrong
         return None
 
@@ -393,7 +393,7 @@ class StagedTensors:
 def stage_delta(device: Device, delta: Delta) -> Sequence[object]:
     """Decode and check a delta for a device."""
     try:
-        return device.stage(delta.layout, delta.groups())
+        return device.stage(delta.tiling, delta.groups())
     except FormatError as exc:
         raise type(exc)(f"version {delta.version}: {exc}") from exc
 
@@ -440,7 +440,7 @@ def restore_into(reader: Reader, version: int, device: Device, where: U64, plan:
     table = anchor.fingerprints
     for step in plan.steps:
         delta = reader.delta(step.version)
-        device.apply(layout, stage_delta(device, delta), where)
+        device.apply(delta.tiling, stage_delta(device, delta), where)
         table = table + signed(delta, step)
     found = device.fingerprints(layout, where)
     if wrong := compare_fingerprints(layout, found, table):

@@ -227,6 +227,8 @@ class _StoreCheck:
             self.bad.add(version)
             return None
         self._once("placements", manifest.placement, version, lambda: self.reader.placement(manifest))
+        if manifest.partition is not None:
+            self._once("partitions", manifest.partition, version, lambda: self.reader.tiling(manifest))
         for side in manifest.side_files:
             self._once("files", side.sha256, version, partial(self._require_side_file, side))
         with self.collect(version):
@@ -297,11 +299,14 @@ class _StoreCheck:
 
     def _shard_faults(self, manifest: Manifest) -> list[DeltaError]:
         """Look at every shard of a version that cannot be used as a whole."""
-        layout = self.reader.layout(manifest.layout)
+        try:
+            tiling = self.reader.tiling(manifest)
+        except DeltaError:
+            return []  # listed already, and without it no shard can be read
 
         def fault(shard: Shard) -> DeltaError | None:
             try:
-                self.reader.check_frames(self.reader.fetch(shard, layout, manifest.version))
+                self.reader.check_frames(self.reader.fetch(shard, tiling, manifest.version))
             except DeltaError as exc:
                 return exc
             return None
@@ -447,7 +452,7 @@ class _Rebuild:
         threads = self._reader.threads
         for step in steps:
             own = delta if delta is not None and step.version == delta.version else self._reader.delta(step.version)
-            backend.apply(self._layout, own.staged(threads=threads), self._arena.addresses, threads=threads)
+            backend.apply(own.tiling, own.staged(threads=threads), self._arena.addresses, threads=threads)
             self._table = self._table + signed(own, step)
         self._require(manifest, self._arena, self._table, "came out wrong")
 

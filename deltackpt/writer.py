@@ -38,6 +38,7 @@ from deltackpt.manifest import (
     encode,
     manifest_key,
 )
+from deltackpt.partition import Partition
 from deltackpt.reader import Reader
 from deltackpt.shard import EncodedGroup, assemble
 from deltackpt.store import Store, read, store_error
@@ -97,7 +98,11 @@ def _read_host_record(store_id: str) -> HostRecord:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a version holds, before it is committed."""
+    """What a version holds, before it is committed. groups: numbers of the groups that the shards hold.
+
+    partition: for a delta in parts; then its shards are those of all parts, each made by `assemble` from groups of
+    `backend.encode_part`, and `state` is that of the base plus the changes of all of them.
+    """
 
     kind: Literal["full", "delta", "empty", "rewind"]
     layout: Layout
@@ -111,6 +116,7 @@ class Draft:
     changed_bytes: int = 0
     anchor: Object | None = None
     times: dict[str, float] = field(default_factory=dict)
+    partition: Partition | None = None
 
 
 class Writer:
@@ -249,7 +255,9 @@ class Writer:
         """
         head = self.head
         version = head.manifest.version + 1 if head else 0
-        bits = np.zeros(-(-len(draft.layout.groups) // 8) * 8, np.uint8)
+        partition = draft.partition
+        tiling = draft.layout if partition is None else partition
+        bits = np.zeros(-(-len(tiling.groups) // 8) * 8, np.uint8)
         bits[list(draft.groups)] = 1
         began = time.perf_counter()
         manifest = Manifest(
@@ -269,6 +277,7 @@ class Writer:
             step=step,
             created=time.time(),
             anchor=draft.anchor,
+            partition=None if partition is None else self.put_object("partitions", partition.encoded),
             present=np.packbits(bits, bitorder="little").tobytes(),
             shards=draft.shards,
             side_files=draft.side_files,

@@ -18,6 +18,7 @@ import xxhash
 from deltackpt import backend, errors
 from deltackpt.layout import Layout
 from deltackpt.manifest import Shard, decode_anchor, decode_manifest, decode_placement
+from deltackpt.partition import Partition
 from deltackpt.reader import Fetched, Reader
 from deltackpt.shard import header_length, parse_header, parse_index
 from deltackpt.store import LocalStore
@@ -38,12 +39,14 @@ def read_shard(path: Path) -> None:
     (length,) = struct.unpack_from("<Q", data)
     said = json.loads(data[8 : 8 + length])["__metadata__"]
     (begin, middle), (start, end) = (map(int, said[k].split("-")) for k in ("frames", "tensors"))
-    layout = Layout(["a", "b"], ["BF16", "BF16"], [[6], [6]])
+    tiling: Layout | Partition = LAYOUT
+    if path.name.startswith("parts-"):
+        tiling = Partition(LAYOUT, [[(0, None), (1, ((0, 2),))], [(1, ((2, 6),))]])
     shard = Shard("data/hostile", len(data), xxhash.xxh3_128_hexdigest(data), (begin, middle), (start, end))
-    fetched = Fetched(shard, parse_index(shard, memoryview(data), layout), memoryview(data))
+    fetched = Fetched(shard, parse_index(shard, memoryview(data), tiling), memoryview(data))
     Reader(LocalStore(INVALID)).check_frames(fetched)
     for group in sorted(set(fetched.index.frames["group"].tolist())):
-        backend.decode_group(layout, group, fetched.frames(group))
+        backend.decode_group(tiling, group, fetched.frames(group))
 
 
 def read_store(path: Path) -> None:
@@ -58,17 +61,21 @@ def read_manifest(path: Path) -> None:
     decode_manifest(path.read_bytes(), 1)
 
 
+LAYOUT = Layout(["a", "b"], ["BF16", "BF16"], [[6], [6]])
+"""That of FORMAT.md section 10."""
+
 DECODERS: dict[str, Callable[[Path], object]] = {
     "manifest": read_manifest,
     "side": read_manifest,
     "layout": lambda path: Layout.decode(path.read_bytes()),
+    "partition": lambda path: Partition.decode(path.read_bytes(), LAYOUT),
     "placement": lambda path: decode_placement(path.read_bytes(), 2),
     "anchor": lambda path: decode_anchor(path.read_bytes(), 1, 2),
     "header": read_header,
     "chain": read_store,
     "store": read_store,
 }
-SHARDS = ("shard", "frame", "plane", "counts", "position", "mask", "zstd", "deflate", "lz4", "snappy", "outer")
+SHARDS = ("shard", "parts", "frame", "plane", "counts", "position", "mask", "zstd", "deflate", "lz4", "snappy", "outer")
 DECODERS |= dict.fromkeys(SHARDS, read_shard)
 
 RULES = {
@@ -158,7 +165,7 @@ RULES = {
     "manifest-level-above.UnsupportedFormat.json": "format level 2",
     "manifest-not-json.FormatError.json": "malformed",
     "manifest-not-utf8.FormatError.json": "manifest of version 1",
-    "manifest-partition.UnsupportedFormat.json": "published in parts",
+    "manifest-partition-without-delta.FormatError.json": "has no parts, but names a partition",
     "manifest-present-not-base64.FormatError.json": "$.present",
     "manifest-prev-empty.FormatError.json": "prev must be empty for version 0",
     "manifest-prev-not-hex.FormatError.json": "$.prev",
@@ -176,6 +183,31 @@ RULES = {
     "mask-frame-twice.FormatError.safetensors": "mask frames are not sorted",
     "outer-declares-petabyte.FormatError.safetensors": "outer zstd frame declares 1125899906842624 bytes, at most 92",
     "outer-not-zstd.FormatError.safetensors": "zstd frame",
+    "parts-position-outside-box.FormatError.safetensors": "its last change lies outside its 4 elements",
+    "parts-record-for-anothers-box.FormatError.safetensors": "names a tensor of which the part has no box",
+    "parts-record-part-unknown.FormatError.safetensors": "names a part of which it has no data",
+    "parts-record-twice.FormatError.safetensors": "changed tensors are not sorted",
+    "parts-record-without-data.FormatError.safetensors": "names a part of which it has no data",
+    "parts-records-unsorted.FormatError.safetensors": "changed tensors are not sorted",
+    "partition-box-dimensions-differ.FormatError.json": "a box has another number of dimensions",
+    "partition-box-of-one-dimension.FormatError.json": "it cannot be cut other than by rows",
+    "partition-element-twice.FormatError.json": "tensor b: parts hold 7 of its 6 elements",
+    "partition-field-unknown.FormatError.json": "unknown field",
+    "partition-hole-and-element-twice.FormatError.json": "parts hold 6 of its 6 elements, or some of them twice",
+    "partition-hole.FormatError.json": "tensor b: parts hold 5 of its 6 elements",
+    "partition-not-canonical.FormatError.json": "not in the canonical form",
+    "partition-not-json.FormatError.json": "partition:",
+    "partition-number-negative.FormatError.json": "`int` >= 0",
+    "partition-number-of-70-bits.FormatError.json": "`int` <=",
+    "partition-of-another-layout.FormatError.json": "it cuts layout 000000000000",
+    "partition-rows-backwards.FormatError.json": "a run of rows is empty, or lies outside of it",
+    "partition-rows-outside.FormatError.json": "a run of rows is empty, or lies outside of it",
+    "partition-rows-ragged.FormatError.json": "rows of part 1 end in half an entry",
+    "partition-run-many-times.FormatError.json": "600 whole tensors, the layout has 2",
+    "partition-runs-of-billions.FormatError.json": "a run of whole tensors is not in the layout",
+    "partition-tensor-twice.FormatError.json": "tensor a: parts hold 12 of its 6 elements",
+    "partition-tensor-unknown.FormatError.json": "a run of whole tensors is not in the layout",
+    "partition-unsorted.FormatError.json": "not in the canonical form",
     "placement-absolute.FormatError.json": "is not a plain name inside the folder",
     "placement-climbs-out.FormatError.json": "is not a plain name inside the folder",
     "placement-file-twice.FormatError.json": "two files have the same name",

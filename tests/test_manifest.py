@@ -57,12 +57,18 @@ def test_unknown_fields_are_ignored_everywhere() -> None:
         # A newer reader's record need not look like ours in anything else.
         ({"format": 2, "kind": "merge", "layout": 7}, "format level 2"),
         ({"needs": ["parts"], "shards": "elsewhere"}, r"needs \['parts'\]"),
-        ({"partition": HEX64}, "published in parts; update deltackpt"),
     ],
 )
 def test_what_needs_a_newer_reader_is_unsupported(edit: dict[str, object], message: str) -> None:
     with pytest.raises(UnsupportedFormat, match=f"manifest of version 5: .*{message}"):
         m.decode_manifest(line(DELTA | edit), 5)
+
+
+def test_delta_in_parts_is_read_and_no_other_kind() -> None:
+    assert m.decode_manifest(line(DELTA | {"partition": HEX64}), 5).partition == HEX64
+    for record in (FULL | {"version": 5, "prev": HEX64}, EMPTY, REWIND):
+        with pytest.raises(FormatError, match="has no parts, but names a partition"):
+            m.decode_manifest(line(record | {"partition": HEX64}), 5)
 
 
 def test_record_without_a_format_level_is_unsupported() -> None:
