@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from make_cases import read_ckpt
 from parts import Stream
 from strategies import Memory, box_layouts, changed_bytes, partitions, random_bytes
+from wire import TheirReader
 
 from deltackpt import backend
 from deltackpt.anchor import make_anchor
 from deltackpt.checkpoint import Folder
 from deltackpt.digest import state_fingerprint
 from deltackpt.errors import DeltaError, FormatError, IntegrityError
+from deltackpt.export import Exporter
 from deltackpt.folder import CheckpointTarget
 from deltackpt.follow import Follower
 from deltackpt.layout import Layout
@@ -155,6 +158,53 @@ def test_live_tensors_follow_versions_in_parts(tmp_path: Path) -> None:
         if prepared := follower.prepare(version):
             prepared.apply()
         assert {n: raw_of(t) for n, t in tensors.items()} == named(made, version)
+
+
+def test_a_module_follows_versions_in_parts_through_its_scatter_plan(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from helpers import raw_of, tensor_of
+
+    from deltackpt.planned import PlannedTarget
+    from deltackpt.scatter import make_plan
+
+    made = stream(tmp_path)
+    names = [n for n, count in zip(LAYOUT.names, LAYOUT.count, strict=True) if count]
+    module = torch.nn.Module()
+    shapes = {n: tensor_of(d, s, b"") for n, d, s in zip(LAYOUT.names, LAYOUT.dtypes, LAYOUT.shapes, strict=True)}
+    for name in names:
+        held = shapes[name].t().contiguous() if shapes[name].dim() == 2 else shapes[name]
+        module.register_buffer(name, held)
+
+    def load(weights: Iterable[tuple[str, object]]) -> None:
+        for name, tensor in weights:
+            if name in names:
+                assert isinstance(tensor, torch.Tensor)
+                getattr(module, name).copy_(tensor.t() if tensor.dim() == 2 else tensor)
+
+    def weights(version: int) -> list[tuple[str, object]]:
+        tensors = zip(LAYOUT.names, LAYOUT.dtypes, LAYOUT.shapes, made.contents[version], strict=True)
+        return [(n, tensor_of(d, s, raw)) for n, d, s, raw in tensors]
+
+    load(weights(0))
+    plan = make_plan(module, load, LAYOUT)
+    with Follower(made.url, PlannedTarget(module, plan)) as follower:
+        for version in (1, 4, 2, 0):
+            prepared = follower.prepare(version)
+            assert prepared is not None
+            prepared.apply()
+            held = {n: raw_of(t) for n, t in module.named_buffers()}
+            load(weights(version))
+            assert {n: raw_of(t) for n, t in module.named_buffers()} == held, version
+
+
+def test_their_reader_gets_exported_versions_in_parts(tmp_path: Path) -> None:
+    made = stream(tmp_path)
+    pull(made, tmp_path / "base", 0)
+    Exporter(LocalStore(made.url), str(tmp_path / "out")).once()
+    host = TheirReader(tmp_path / "base")
+    for version in (1, 2, 3, 4):
+        host.pull(tmp_path / "out", version)
+        assert {n: host.weights[n] for n in LAYOUT.names} == named(made, version)
 
 
 def test_in_place_apply_that_was_killed_is_finished_from_its_journal(
