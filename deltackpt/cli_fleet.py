@@ -174,7 +174,9 @@ def watch(
     if engine is None and draft is not None:
         raise click.UsageError("--draft needs --engine.")
     say = _text_log if log_format == "text" else _json_log
-    driven = None if engine is None else Engine(engine, os.path.join(dest, OWN, "engine.json"), kv=kv, draft=draft)
+    driven = None if engine is None else Engine(
+        engine, os.path.join(os.path.abspath(dest), OWN, "engine"), store=_open(store).url, kv=kv, draft=draft
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
         if log_format == "json":
             stack.enter_context(_only_json(output))

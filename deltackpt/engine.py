@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ _READ_S = 30.0
 """For answers that take no work; a busy engine answers between two steps."""
 _WORK_S = 300.0
 """For a pause that waits for a step, and for loading weights: what vLLM's own client waits."""
+_PLAN_S = 1800.0
+"""For a worker that plans, once: it loads the model a few times."""
+_LOOK_S = 0.05
+"""Between two looks for the report of a worker."""
 _FLUSHES = 60
 """SGLang refuses to flush while requests end; its trainers try so often, a second apart."""
 _MAX_BODY = 8 << 20
@@ -50,14 +55,23 @@ class _Refused(EngineFailed):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What an engine holds, as read back from it. pause_ms: how long it stood still; None: it held that already."""
+    """What an engine holds, as read back from it. pause_ms: how long it stood still; None: it held that already.
+
+    how: in words, how it came there.
+    """
 
     weight_version: str
     pause_ms: float | None
+    how: str = ""
 
 
 class Driver(Protocol):
-    """How one kind of engine is asked. Every method raises EngineFailed, or ConfigError for what no retry mends."""
+    """How one kind of engine is asked. Every method raises EngineFailed, or ConfigError for what no retry mends.
+
+    how: in words, how the last load was done.
+    """
+
+    how: str
 
     def require_fit(self) -> None:
         """Refuse an engine that holds what an update would leave stale."""
@@ -68,14 +82,14 @@ class Driver(Protocol):
     def paused(self) -> bool:
         """Say whether somebody has paused it."""
 
-    def stage(self, version: int, weight_version: str) -> None:
+    def stage(self, version: int) -> None:
         """Do what can be done while it samples."""
 
     def pause(self) -> None:
         """Let it stand still; doing it twice does no harm."""
 
-    def load(self, folder: str, weight_version: str) -> None:
-        """Load all weights; from its begin to its end they may be a mix."""
+    def load(self, version: int, weight_version: str, folder: str) -> None:
+        """Bring the weights to the version; from its begin to its end they may be a mix."""
 
     def resume(self) -> None:
         """Let it go on."""
@@ -92,23 +106,24 @@ class _Owed(msgspec.Struct, frozen=True):
 class Engine:
     """The engine at `url` that loads from a folder in switch mode; vllm+http://HOST:PORT or sglang+http://HOST:PORT.
 
-    note: a file of this host where it is written what is owed to the engine. kv: `reset` computes what running requests
-    have cached again, with the new weights; `keep` lets them go on with what the old weights made. draft: what becomes
-    of a draft model for speculative decoding.
+    folder: of this host, for what is owed to the engine, and for the plug-in. store: URL for the plug-in. kv: `reset`
+    computes what running requests have cached again, with the new weights; `keep` lets them go on with what the old
+    weights made. draft: what becomes of a draft model for speculative decoding.
     """
 
     def __init__(
         self,
         url: str,
-        note: str,
+        folder: str,
         *,
+        store: str,
         kv: Kv,
         draft: Draft | None,
         sleep: Callable[[float], object] = time.sleep,
         driver: Driver | None = None,
     ) -> None:
-        self.url, self._note = url, note
-        self._driver = driver or _driver_for(url, kv, draft, sleep)
+        self.url, self._note = url, os.path.join(folder, "owed.json")
+        self._driver = driver or _driver_for(url, kv, draft, Plugin(store, folder), sleep)
 
     def reach(self, version: int, weight_version: str, folder: str) -> Loaded:
         """Bring the engine to the version that the folder holds, unless it says that it has it.
@@ -123,14 +138,14 @@ class Engine:
             return Loaded(held, None)
         self._ask("asking what it serves", driver.require_fit, state)
         resume = not self._ask("asking whether it is paused", driver.paused, state) if owed is None else owed.resume
-        self._ask(f"staging version {version}", lambda: driver.stage(version, weight_version), state)
+        self._ask(f"staging version {version}", lambda: driver.stage(version), state)
 
         self._owe(_Owed(self.url, weight_version, resume))
         began = time.perf_counter()
         if owed is None:
             state = f"it may stand still, with weights {held} as before"
         self._ask("pausing it", driver.pause, state)
-        self._ask(f"loading version {version}", lambda: driver.load(folder, weight_version), mixed)
+        self._ask(f"loading version {version}", lambda: driver.load(version, weight_version, folder), mixed)
         found = self._ask("asking for its version", driver.held, mixed)
         if found != weight_version:
             raise EngineFailed(
@@ -142,7 +157,7 @@ class Engine:
         pause_ms = (time.perf_counter() - began) * 1e3
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._note)
-        return Loaded(found, pause_ms)
+        return Loaded(found, pause_ms, driver.how)
 
     def _ask(self, what: str, call: Callable[[], T], state: str) -> T:
         try:
@@ -217,7 +232,7 @@ def _text(answer: Mapping[str, object], name: str) -> str:
     return found
 
 
-def _driver_for(url: str, kv: Kv, draft: Draft | None, sleep: Callable[[float], object]) -> Driver:
+def _driver_for(url: str, kv: Kv, draft: Draft | None, plugin: Plugin, sleep: Callable[[float], object]) -> Driver:
     usage = "expected vllm+http://HOST:PORT or sglang+http://HOST:PORT"
     try:
         parts = urlsplit(url)
@@ -228,7 +243,7 @@ def _driver_for(url: str, kv: Kv, draft: Draft | None, sleep: Callable[[float], 
         raise ConfigError(f"engine {url!r}: {usage}")
     client = _Http(host, port)
     if parts.scheme == "vllm+http":
-        return Vllm(client, kv, draft)
+        return Vllm(client, kv, draft, plugin, sleep)
     if parts.scheme == "sglang+http":
         return Sglang(client, kv, draft, sleep)
     raise ConfigError(f"engine {url!r}: {usage}")
@@ -247,11 +262,29 @@ def _require_draft(draft: Draft | None, found: str | None, follows: bool) -> Non
 # ---------------------------------------------------------------- vLLM
 
 
-class Vllm:
-    """vLLM 0.28 and newer with VLLM_SERVER_DEV_MODE=1: every worker loads the folder again by its own loader."""
+@dataclass(frozen=True)
+class Plugin:
+    """What the plug-in (`deltackpt.vllm`) is told: URL of the store, and a folder of this host for its reports."""
 
-    def __init__(self, client: _Http, kv: Kv, draft: Draft | None) -> None:
-        self._client, self._kv, self._draft = client, kv, draft
+    store: str
+    folder: str
+
+
+class Vllm:
+    """vLLM 0.28 and newer with VLLM_SERVER_DEV_MODE=1.
+
+    With `--weight-transfer-config '{"backend": "deltackpt"}'` every worker follows the store itself: staged while it
+    samples, applied in place; where it has no plan it loads the folder, and says why. Else it loads the folder by
+    vLLM's own reload.
+    """
+
+    def __init__(
+        self, client: _Http, kv: Kv, draft: Draft | None, plugin: Plugin, sleep: Callable[[float], object]
+    ) -> None:
+        self._client, self._kv, self._draft, self._plugin, self._sleep = client, kv, draft, plugin, sleep
+        self._plugged = False
+        self._why_whole: str | None = None
+        self.how = ""
 
     def require_fit(self) -> None:
         """See Driver."""
@@ -265,6 +298,8 @@ class Vllm:
         if isinstance(speculative, dict) and speculative.get("draft_model_config") is not None:
             found = str(speculative.get("model") or speculative.get("method"))
         _require_draft(self._draft, found, follows=False)
+        transfer = config.get("weight_transfer_config")
+        self._plugged = isinstance(transfer, dict) and transfer.get("backend") == "deltackpt"
 
     def held(self) -> str:
         """See Driver."""
@@ -281,22 +316,72 @@ class Vllm:
         """See Driver."""
         return self._client.ask("GET", "/is_paused").get("is_paused") is True
 
-    def stage(self, version: int, weight_version: str) -> None:
-        """Nothing: all of it is the load."""
+    def stage(self, version: int) -> None:
+        """See Driver. Without the plug-in nothing: all of it is the load."""
+        if not self._plugged:
+            return
+        token = secrets.token_hex(8)
+        init = {"store": self._plugin.store, "folder": self._plugin.folder, "token": token}
+        self._client.ask("POST", "/init_weight_transfer_engine", {"init_info": init}, timeout_s=_PLAN_S)
+        # A session of its own, ended at once: the stage goes on in a thread.
+        self._start()
+        self._update({"stage": version, "token": token})
+        self._client.ask("POST", "/finish_weight_update", {}, timeout_s=_WORK_S)
+        workers = self._client.ask("GET", "/get_world_size").get("world_size")
+        if not isinstance(workers, int):
+            raise EngineFailed("GET /get_world_size has no world_size")
+        reports = [self._report(rank, token) for rank in range(workers)]
+        if failed := [text for state, text in reports if state == "failed"]:
+            raise EngineFailed(failed[0])
+        self._why_whole = next((text for state, text in reports if state == "reload"), None)
+
+    def _start(self) -> None:
+        try:
+            self._client.ask("POST", "/start_weight_update", {}, timeout_s=_WORK_S)
+        except _Refused:
+            # Left open by a watcher that was killed; ending it touches no weights.
+            with contextlib.suppress(_Refused):
+                self._client.ask("POST", "/finish_weight_update", {}, timeout_s=_WORK_S)
+            self._client.ask("POST", "/start_weight_update", {}, timeout_s=_WORK_S)
+
+    def _update(self, info: dict[str, object]) -> None:
+        self._client.ask("POST", "/update_weights", {"update_info": info}, timeout_s=_WORK_S)
+
+    def _report(self, rank: int, token: str) -> tuple[str, str]:
+        """Wait for what a worker says of its stage."""
+        path = os.path.join(self._plugin.folder, f"worker-{rank}.json")
+        for _ in range(int(_WORK_S / _LOOK_S)):
+            with contextlib.suppress(FileNotFoundError, ValueError), open(path, encoding="utf-8") as file:
+                found = json.load(file)
+                if found["token"] == token and found["state"] in ("staged", "reload", "failed"):
+                    return found["state"], found["text"]
+            self._sleep(_LOOK_S)
+        raise EngineFailed(f"worker {rank} has not staged within {_WORK_S:.0f} s, or does not share {path} with us")
 
     def pause(self) -> None:
         """See Driver. Requests stay queued, with what they have made so far."""
         self._client.ask("POST", "/pause?" + urlencode({"mode": "keep", "clear_cache": "false"}), timeout_s=_WORK_S)
 
-    def load(self, folder: str, weight_version: str) -> None:
+    def load(self, version: int, weight_version: str, folder: str) -> None:
         """See Driver."""
-        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}, "timeout": _WORK_S}
-        self._client.ask("POST", "/collective_rpc", body, timeout_s=_WORK_S + _READ_S)
+        if not self._plugged:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}, "timeout": _WORK_S}
+            self._client.ask("POST", "/collective_rpc", body, timeout_s=_WORK_S + _READ_S)
+            self._reset_kv()
+            self._client.ask("POST", "/update_weight_version", {"new_version": weight_version})
+            self.how = "loaded whole, by vLLM's reload"
+            return
+        self._start()
+        self._update({"apply": version} if self._why_whole is None else {"path": folder})
+        self._reset_kv()
+        self._client.ask("POST", "/finish_weight_update", {"weight_version": weight_version}, timeout_s=_WORK_S)
+        self.how = "applied in place" if self._why_whole is None else f"loaded whole: {self._why_whole}"
+
+    def _reset_kv(self) -> None:
         if self._kv == "reset":
             answer = self._client.ask("POST", "/reset_prefix_cache?reset_running_requests=true", timeout_s=_WORK_S)
             if answer.get("success") is not True:
                 raise EngineFailed("POST /reset_prefix_cache: blocks are still held")
-        self._client.ask("POST", "/update_weight_version", {"new_version": weight_version})
 
     def resume(self) -> None:
         """See Driver."""
@@ -311,6 +396,7 @@ class Sglang:
 
     def __init__(self, client: _Http, kv: Kv, draft: Draft | None, sleep: Callable[[float], object]) -> None:
         self._client, self._kv, self._draft, self._sleep = client, kv, draft, sleep
+        self.how = "loaded whole, from disk"
 
     def require_fit(self) -> None:
         """See Driver."""
@@ -333,7 +419,7 @@ class Sglang:
         """No: it cannot be asked."""
         return False
 
-    def stage(self, version: int, weight_version: str) -> None:
+    def stage(self, version: int) -> None:
         """Nothing: all of it is the load."""
 
     def pause(self) -> None:
@@ -341,7 +427,7 @@ class Sglang:
         mode = "retract" if self._kv == "reset" else "in_place"
         self._client.ask("POST", "/pause_generation", {"mode": mode}, timeout_s=_WORK_S)
 
-    def load(self, folder: str, weight_version: str) -> None:
+    def load(self, version: int, weight_version: str, folder: str) -> None:
         """See Driver."""
         if self._kv == "reset":
             self._flush()

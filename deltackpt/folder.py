@@ -62,7 +62,7 @@ from deltackpt.store import LocalStore, Store, store_error, sync_folder
 OWN = ".deltackpt"
 """Folder of this package inside a target."""
 _STATE = "state.json"
-_KEPT = (_STATE, "apply.log", "hook.json", "engine.json")
+_KEPT = (_STATE, "apply.log", "hook.json", "engine")
 """What stays in it from one process to the next; everything else is left over from an interrupted one."""
 _KEEP = 2
 """Versions that switch mode keeps: readers of the one before `current` may still be at work."""

@@ -684,7 +684,7 @@ class Watcher:
         if loaded.pause_ms is not None:
             self._set(pause_ms=loaded.pause_ms)
             self._tell(
-                "info", "loaded", f"version {version} loaded by {self._engine.url}, which stood still for "
+                "info", "loaded", f"version {version} {loaded.how} in {self._engine.url}, which stood still for "
                 f"{loaded.pause_ms:.0f} ms", {"weight_version": name, "pause_ms": round(loaded.pause_ms, 3)},
             )  # fmt: skip
 

@@ -102,6 +102,71 @@ class VllmDouble(Double):
         return None
 
 
+class PluginDouble(VllmDouble):
+    """A vLLM of two workers with the plug-in: what is staged is the word of the folder v<version> in `versions`.
+
+    why_whole: what worker 1 says instead of staging; failed: what it says for a failed stage.
+    """
+
+    def __init__(self, versions: Path) -> None:
+        super().__init__()
+        self.versions, self.staged, self.open = versions, -1, False
+        self.why_whole: str | None = None
+        self.failed: str | None = None
+        self.folder = Path()
+        self.config["weight_transfer_config"] = {"backend": "deltackpt"}
+
+    def answer(self, method: str, path: str, query: dict[str, str], body: dict[str, object], half: bool) -> object:
+        match method, path:
+            case "POST", "/init_weight_transfer_engine":
+                info = body["init_info"]
+                assert isinstance(info, dict)
+                assert info["store"] == "s"
+                self.folder = Path(info["folder"])
+                return {"message": "Weight transfer initialized"}
+            case "POST", "/start_weight_update":
+                if self.open:
+                    self.broken.append("started twice")
+                self.open = True
+                return {"message": "Weight update started"}
+            case "POST", "/update_weights":
+                info = body["update_info"]
+                assert isinstance(info, dict)
+                assert self.open
+                self.open = not half
+                self._update(info, half)
+                return {"message": "Weights updated"}
+            case "POST", "/finish_weight_update":
+                self.open = False
+                self.version = str(body.get("weight_version", self.version))
+                return {"message": "Weight update finished"}
+            case "GET", "/get_world_size":
+                return {"world_size": 2}
+        return super().answer(method, path, query, body, half)
+
+    def _update(self, info: dict[str, object], half: bool) -> None:
+        if "stage" in info:
+            assert isinstance(info["stage"], int)
+            self.staged = -1 if half else info["stage"]
+            if not half:
+                for rank in (0, 1):
+                    self._report(rank, str(info["token"]))
+        elif "apply" in info:
+            assert info["apply"] == self.staged
+            self.load(str(self.versions / f"v{self.staged}"), half)
+        else:
+            self.load(str(info["path"]), half)
+
+    def _report(self, rank: int, token: str) -> None:
+        report = {"token": token, "state": "staged", "text": ""}
+        if rank and self.failed is not None:
+            report |= {"state": "failed", "text": self.failed}
+        elif rank and self.why_whole is not None:
+            report |= {"state": "reload", "text": self.why_whole}
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / f"worker-{rank}.json").write_text(json.dumps(report))
+
+
 class SglangDouble(Double):
     scheme = "sglang"
 

@@ -1,0 +1,330 @@
+"""The plug-in for vLLM, on a worker's double: a model with fused and tied weights, and stubs of vLLM's modules."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deltackpt import vllm as plugin
+from deltackpt.errors import ConfigError
+from deltackpt.publish import publish_folder
+
+
+class Model(torch.nn.Module):
+    """q and k are fused, the head is tied, experts are packed when they are loaded, as a kernel wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(8, 4, dtype=torch.bfloat16), requires_grad=False)
+        self.embed = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16), requires_grad=False)
+        self.head = self.embed
+        self.experts = Experts()
+        self.kv_cache = torch.zeros(3)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in ("q", "k"):
+                self.qk[4 * (name == "k") :][:4].copy_(tensor)
+            elif name == "experts":
+                self.experts.loaded = tensor
+            else:
+                getattr(self, name).copy_(tensor)
+
+
+class Method:
+    """Packs when its kernel is built, and builds it once: what vLLM's experts on a CPU do."""
+
+    def __init__(self) -> None:
+        self.moe_kernel: object | None = None
+
+    def process(self, layer: Experts) -> None:
+        layer.weight.copy_(layer.loaded)
+        if self.moe_kernel is None:
+            layer.weight.copy_(layer.loaded.t().reshape(layer.weight.shape))
+            self.moe_kernel = object()
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = Method()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.bfloat16), requires_grad=False)
+        self.loaded = torch.empty(0)
+
+
+class Cast(Model):
+    """Holds one tensor in a dtype that has other bits for the same values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.float16), requires_grad=False)
+        self.head = self.embed
+
+
+class Vllm:
+    """Stubs of the modules that the plug-in imports."""
+
+    def __init__(self) -> None:
+        self.registered: list[str] = []
+        self.open = False
+
+    def register_engine(self, name: str, module: str, class_name: str) -> None:
+        if name in self.registered:
+            raise ValueError("already registered")
+        self.registered.append(name)
+        assert getattr(plugin, class_name) is plugin.DeltaEngine
+        assert module == "deltackpt.vllm"
+
+    def initialize_layerwise_reload(self, model: Model) -> None:
+        assert not self.open
+        self.open = True
+
+    def finalize_layerwise_reload(self, model: Model, _config: object) -> None:
+        assert self.open
+        self.open = False
+        if model.experts.loaded.numel():
+            model.experts.quant_method.process(model.experts)
+            model.experts.loaded = torch.empty(0)
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
+    stub = Vllm()
+    root = types.ModuleType("vllm")
+    root.__version__ = "0.32.0"  # type: ignore[attr-defined]  # a made-up module
+    parts: dict[str, dict[str, Any]] = {
+        "vllm.config": {"set_current_vllm_config": lambda _: contextlib.nullcontext()},
+        "vllm.distributed.weight_transfer.factory": {"WeightTransferEngineFactory": stub},
+        "vllm.model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": stub.initialize_layerwise_reload,
+            "finalize_layerwise_reload": stub.finalize_layerwise_reload,
+        },
+    }
+    monkeypatch.setitem(sys.modules, "vllm", root)
+    for name, members in parts.items():
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return stub
+
+
+class Run:
+    """Checkpoints v0 to v3, a store with the first two, and a worker that was started from v0."""
+
+    def __init__(self, root: Path, model: Model) -> None:
+        self.root, self.model, self.store = root, model, str(root / "store")
+        torch.manual_seed(0)
+        for version in range(4):
+            folder = root / f"v{version}"
+            folder.mkdir()
+            shapes = {"q": (4, 4), "k": (4, 4), "embed": (6, 4), "experts": (4, 6)}
+            save_file({n: torch.randn(s).bfloat16() for n, s in shapes.items()}, folder / "model.safetensors")
+        for version in (0, 1):
+            self.publish(version)
+        model.load_weights(load_file(root / "v0" / "model.safetensors").items())
+        model.experts.quant_method.process(model.experts)
+        model.experts.loaded = torch.empty(0)
+        self.config = types.SimpleNamespace(
+            parallel_config=types.SimpleNamespace(data_parallel_index=1, world_size=2, rank=1, enable_eplb=False),
+            model_config=types.SimpleNamespace(model=str(root / "v0"), dtype="torch.bfloat16", quantization=None),
+            device_config=types.SimpleNamespace(device_type="cpu"),
+            lora_config=None,
+        )
+        self.engine = plugin.DeltaEngine(None, self.config, "cpu", model)
+
+    def publish(self, version: int) -> None:
+        publish_folder(self.root / f"v{version}", self.store, run_id="r", anchors=False)
+
+    def init(self) -> dict[str, str]:
+        info = {"store": self.store, "folder": str(self.root / "own"), "token": "i"}
+        self.engine.init_transfer_engine(self.engine.parse_init_info(info))
+        return self.report()
+
+    def report(self) -> dict[str, str]:
+        found: dict[str, str] = json.loads((self.root / "own" / "worker-3.json").read_text())
+        return found
+
+    def update(self, **info: object) -> None:
+        self.engine.start_weight_update()
+        self.engine.update_weights(info)
+        self.engine.finish_weight_update()
+
+    def stage(self, version: int) -> dict[str, str]:
+        self.update(stage=version, token=f"s{version}")
+        thread = self.engine._thread
+        assert thread is not None
+        thread.join(60)
+        assert self.report()["token"] == f"s{version}"
+        return self.report()
+
+    def require(self, version: int) -> None:
+        """Assert that the model holds what a fresh load would."""
+        given = load_file(self.root / f"v{version}" / "model.safetensors")
+        assert torch.equal(self.model.qk, torch.cat([given["q"], given["k"]]))
+        assert torch.equal(self.model.experts.weight, given["experts"].t().reshape(4, 6))
+        assert torch.equal(self.model.embed, given["embed"].to(self.model.embed.dtype))
+        assert self.model.head is self.model.embed
+
+
+@pytest.fixture
+def run(vllm: Vllm, tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path, Model())
+    yield made
+    made.engine.shutdown()
+
+
+def test_registering_twice_is_registering_once(vllm: Vllm) -> None:
+    plugin.register()
+    plugin.register()
+    assert vllm.registered == ["deltackpt"]
+
+
+def test_plan_covers_fused_tied_and_packed_weights_and_changes_nothing(run: Run) -> None:
+    report = run.init()
+    assert report["state"] == "planned"
+    assert report["text"].endswith("100.00 % of the checkpoint is here")
+    run.require(0)
+    # A second sidecar, or one that was restarted, plans nothing again.
+    run.model.load_weights = None  # type: ignore[assignment,method-assign]  # would fail
+    assert run.init()["state"] == "planned"
+
+
+def test_version_is_staged_without_a_change_and_applied_in_place(run: Run) -> None:
+    run.init()
+    where = [p.data_ptr() for p in run.model.parameters()]
+    assert run.stage(1)["state"] == "staged"
+    run.require(0)
+    run.update(apply=1)
+    run.require(1)
+    for version in (2, 3):
+        run.publish(version)
+    run.stage(3)
+    run.update(apply=3)
+    run.require(3)
+    run.stage(0)
+    run.update(apply=0)
+    run.require(0)
+    assert where == [p.data_ptr() for p in run.model.parameters()]
+
+
+def test_version_that_is_there_already_is_staged_and_applied_as_nothing(run: Run) -> None:
+    run.init()
+    assert run.stage(0)["state"] == "staged"
+    run.update(apply=0)
+    run.require(0)
+
+
+def test_folder_is_loaded_whole_and_followed_on_from_there(run: Run) -> None:
+    run.init()
+    run.publish(2)
+    run.update(path=str(run.root / "v2"))
+    run.require(2)
+    run.publish(3)
+    assert run.stage(3)["state"] == "staged"
+    run.update(apply=3)
+    run.require(3)
+
+
+def test_worker_that_holds_no_version_asks_for_the_folder(vllm: Vllm, tmp_path: Path) -> None:
+    run = Run(tmp_path, Model())
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "v3", other)  # not published
+    run.config.model_config.model = str(other)
+    run.engine._load(load_file(other / "model.safetensors").items())
+    assert run.init()["state"] == "planned"
+    report = run.stage(1)
+    assert report["state"] == "reload"
+    assert "holds no version of" in report["text"]
+    run.update(path=str(tmp_path / "v1"))
+    assert run.stage(1)["state"] == "staged"
+    run.require(1)
+
+
+def test_cast_is_no_plan_and_the_folder_is_loaded(vllm: Vllm, tmp_path: Path) -> None:
+    run = Run(tmp_path, Cast())
+    report = run.init()
+    assert report["state"] == "refused"
+    assert "embed (float16[6, 4]) is computed from the weights" in report["text"]
+    run.require(0)
+    assert run.stage(1) == {"token": "s1", "state": "reload", "text": report["text"]}
+    run.update(path=str(tmp_path / "v1"))
+    run.require(1)
+
+
+def test_stage_that_fails_is_reported_and_the_weights_stay(run: Run) -> None:
+    run.init()
+    (shard,) = (run.root / "store" / "data").glob("00000000000000000001-*/*")
+    shard.chmod(0o644)
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    report = run.stage(1)
+    assert report["state"] == "failed"
+    with pytest.raises(ConfigError, match="version 1 is not staged"):
+        run.update(apply=1)
+    run.require(0)
+
+
+def test_apply_that_is_asked_for_too_early_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.init()
+    begun, go_on = [], []
+    follower = run.engine._follower
+    assert follower is not None
+    prepare = follower.prepare
+
+    def slow(version: int) -> Any:
+        begun.append(version)
+        while not go_on:
+            time.sleep(0.001)
+        return prepare(version)
+
+    monkeypatch.setattr(follower, "prepare", slow)
+    run.update(stage=1, token="s1")
+    with pytest.raises(ConfigError, match="still being staged"):
+        run.update(apply=1)
+    go_on.append(True)
+    assert run.engine._thread is not None
+    run.engine._thread.join(60)
+    run.update(apply=1)
+    run.require(1)
+
+
+@pytest.mark.parametrize("info", [{}, {"stage": 1}])
+def test_update_before_a_store_was_named_is_refused(run: Run, info: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="call init_weight_transfer_engine first"):
+        run.engine.update_weights(info)
+
+
+def test_update_of_unknown_fields_is_refused_as_vllm_expects(run: Run) -> None:
+    with pytest.raises(ValueError, match="InitInfo"):
+        run.engine.parse_init_info({"store": "s"})
+    with pytest.raises(ValueError, match="UpdateInfo"):
+        run.engine.update_weights({"names": []})
+
+
+def test_adapters_moving_experts_and_drafts_are_refused(run: Run) -> None:
+    run.config.lora_config = object()
+    with pytest.raises(ConfigError, match="LoRA"):
+        run.init()
+    run.config.lora_config = None
+    run.config.parallel_config.enable_eplb = True
+    with pytest.raises(ConfigError, match="EPLB"):
+        run.init()
+    with pytest.raises(ConfigError, match="draft"):
+        run.engine.set_weight_update_target(None, None)
+    assert plugin.DeltaEngine.supports_draft_weight_update is False
+
+
+def test_start_from_a_name_of_a_hub_has_no_proof_and_no_plan(run: Run) -> None:
+    run.config.model_config.model = "org/model"
+    report = run.init()
+    assert (report["state"], "org/model is no local folder" in report["text"]) == ("refused", True)
