@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         IntegrityError,
         NotFound,
         Poisoned,
+        RankFailed,
         SignatureError,
         StoreError,
         Unavailable,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from deltackpt.planned import PlannedTarget
     from deltackpt.prune import prune_store
     from deltackpt.publish import Pending, Publisher, publish_folder
+    from deltackpt.replica import Replica
     from deltackpt.scatter import cached_plan, make_plan
     from deltackpt.store import open_store
     from deltackpt.tensors import TensorTarget
@@ -59,6 +61,8 @@ __all__ = [
     "Poisoned",
     "Prepared",
     "Publisher",
+    "RankFailed",
+    "Replica",
     "SignatureError",
     "StoreError",
     "TensorTarget",
@@ -86,6 +90,7 @@ _MODULES = {
     "PlannedTarget": "planned",
     "Prepared": "follow",
     "Publisher": "publish",
+    "Replica": "replica",
     "TensorTarget": "tensors",
     "Watcher": "watch",
     "cached_plan": "scatter",

@@ -13,7 +13,8 @@ DeltaError            1   root
 ├ IntegrityError     30   fetched or local bytes are wrong, weights untouched: retry, bounded
 │ └ SignatureError   31   stop
 ├ ChainError         40   a gap in the chain or a wrong base: reseed
-└ Poisoned           50   an apply began and did not finish: reseed
+├ Poisoned           50   an apply began and did not finish: reseed
+└ RankFailed         60   a rank of a group failed, all stay at the version before: repair it, try again
 
 The number is the exit code of the command line.
 """
@@ -99,3 +100,9 @@ class Poisoned(DeltaError):
     """An apply began and did not finish; the target holds no version until it is reseeded."""
 
     exit_code = 50
+
+
+class RankFailed(DeltaError):
+    """A rank of a group failed, and is named; the group is where it was before. Repair the rank, then try again."""
+
+    exit_code = 60

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from deltackpt.backend import Cpu, Device
-from deltackpt.chain import Plan
+from deltackpt.chain import Plan, Step
 from deltackpt.checkpoint import Checkpoint
 from deltackpt.digest import U64, state_fingerprint
 from deltackpt.errors import ConfigError, FormatError, IntegrityError, Poisoned
@@ -191,6 +191,19 @@ class TensorTarget:
             self._version = reader.identify(layout.digest, state_fingerprint(layout.weights, table))
         return self._version
 
+    def boxes(self) -> U64:
+        """Return a number for each part of the model that is held here; equal parts have equal numbers on all hosts.
+
+        See `deltackpt.replica`. This target holds all of the model: one part.
+        """
+        assert self._layout is not None
+        return np.array([int(self._layout.digest[:16], 16)], np.uint64)
+
+    def sums(self, reader: Reader) -> U64:
+        """Return what each of the boxes adds to the state fingerprint of the version that is held, as proven here."""
+        assert self._version is not None
+        return np.array([int(reader.manifest(self._version).state, 16)], np.uint64)
+
     def close(self) -> None:
         """Nothing to release: the tensors are the caller's."""
 
@@ -309,6 +322,7 @@ class StagedTensors:
 
     def __init__(self, target: TensorTarget, reader: Reader, plan: Plan) -> None:
         self.target, self.plan, self.version = target, plan, plan.version
+        self.previous = target._version
         self.threads, self.device = reader.threads, target.device(reader.threads)
         layout = target._layout
         assert layout is not None
@@ -371,6 +385,33 @@ class StagedTensors:
                     self.device.apply(earlier.tiling, again, memory.addresses)
                 return wrong
         return None
+
+    def undo(self) -> int | None:
+        """Take back what `apply` has done, by the same columns; returns the version that the tensors hold then.
+
+        None after an apply that began from an anchor: there is no way back, the target has to be reseeded. Raises
+        Poisoned if the tensors were changed in between.
+        """
+        target = self.target
+        assert target._version == self.version
+        target._poisoned, target._version = True, None
+        if self.anchor is not None:
+            return None
+        memory = target.memory(self.layout)
+        touched = np.zeros(len(self.layout.names), bool)
+        for delta, _ in self.deltas:
+            touched |= delta.fingerprints != 0
+        memory.shadow(touched)
+        wrong: list[str] = []
+        for (delta, staged), step in zip(self.deltas[::-1], self.plan.steps[::-1], strict=True):
+            found = self.device.apply(delta.tiling, staged, memory.addresses)
+            back = Step(step.version, undo=not step.undo)
+            wrong = wrong or compare_fingerprints(self.layout, found, signed(delta, back))
+        memory.write_back()
+        if wrong:
+            raise Poisoned(f"undoing version {self.version}: {named(wrong)} did not change back; reseed")
+        target._version, target._poisoned = self.previous, False
+        return self.previous
 
     def _reseed(self, anchor: AnchorSource) -> None:
         """Overwrite every tensor from an anchor and prove the result."""

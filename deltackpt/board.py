@@ -1,0 +1,270 @@
+"""Boards: small values by which the processes of one group tell each other what they decided. Never weights.
+
+Two kinds under one interface: torch's TCPStore, which ends with the process that hosts it, and a store of versions,
+which outlives every process. Every call is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from deltackpt.errors import AlreadyExists, ConfigError, NotFound, Unavailable
+from deltackpt.store import Store, read
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+T = TypeVar("T")
+
+MAX_VALUE = 16 << 20
+"""Bytes of a value: a manifest is the largest."""
+
+
+class Board(Protocol):
+    """Values by key. All calls raise Unavailable where the board does not answer in time.
+
+    poll_s: how long to wait between two looks, at least; a look costs that much less.
+    """
+
+    poll_s: float
+
+    def create(self, key: str, value: bytes) -> bytes:
+        """Set a key that has no value yet; returns the value that it has then: this one, or whoever was first."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set a key."""
+
+    def get(self, key: str) -> bytes | None:
+        """Return a value, None where there is none."""
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget keys; it is no error if one has no value."""
+
+
+def _line(exc: RuntimeError) -> str:
+    """Return the first line of an error of torch: a C++ backtrace follows it."""
+    return str(exc).partition("\n")[0]
+
+
+class TcpBoard:
+    """A board in a TCPStore of torch, under a prefix. timeout_s: how long it may take to answer.
+
+    A TCPStore itself waits for a host that is stopped for as long as that lasts. So its calls are made in a thread.
+    """
+
+    poll_s = 0.002
+
+    def __init__(self, store: TCPStore, *, prefix: str = "deltackpt", timeout_s: float = 10.0) -> None:
+        self._store, self._prefix, self._timeout_s = store, prefix, timeout_s
+        self._calls: queue.SimpleQueue[tuple[Future[object], Callable[[], object]]] = queue.SimpleQueue()
+        self._lost = ""
+        threading.Thread(target=self._serve, name="deltackpt-board", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as exc:  # handed to the thread that asks
+                future.set_exception(exc)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        if self._lost:
+            raise Unavailable(self._lost)
+        future: Future[T] = Future()
+        self._calls.put((future, call))  # type: ignore[arg-type]  # a Future[T] takes the T that its call returns
+        try:
+            return future.result(self._timeout_s)
+        except Late:
+            found = f"no answer in {self._timeout_s:g} s"
+        except RuntimeError as exc:  # all errors of torch.distributed are
+            found = _line(exc)
+        self._lost = f"the group's TCPStore is lost ({found}); start the group again, or let the store be its board"
+        raise Unavailable(self._lost)
+
+    def create(self, key: str, value: bytes) -> bytes:
+        """See Board.create."""
+        # An empty value is what TCPStore expects of a key that is not there.
+        found = self._ask(lambda: self._store.compare_set(f"{self._prefix}/{key}", "", value))  # type: ignore[arg-type]  # bytes are taken
+        return bytes(found)
+
+    def put(self, key: str, value: bytes) -> None:
+        """See Board.put."""
+        self._ask(lambda: self._store.set(f"{self._prefix}/{key}", value))  # type: ignore[arg-type]  # bytes are taken
+
+    def get(self, key: str) -> bytes | None:
+        """See Board.get."""
+        name = f"{self._prefix}/{key}"
+        # Keys are dropped only when nobody asks for them any more.
+        return self._ask(lambda: bytes(self._store.get(name)) if self._store.check([name]) else None)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """See Board.drop."""
+        for key in keys:
+            self._ask(lambda name=f"{self._prefix}/{key}": self._store.delete_key(name))  # type: ignore[misc]  # bound at once
+
+
+class StoreBoard:
+    """A board in a store of versions, under `board/<session>/`: no process hosts it, so any may die.
+
+    session: of this start of the group, never used before: what an earlier one left would be taken for its own.
+    """
+
+    poll_s = 0.1
+
+    def __init__(self, store: Store, session: str) -> None:
+        if not session or not all(c.isalnum() or c in "._+=@-" for c in session) or session.strip(".") == "":
+            raise ConfigError(f"session {session!r}: expected letters, digits and ._+=@- as in a key of the store")
+        self._store, self._prefix = store, f"board/{session}"
+
+    def create(self, key: str, value: bytes) -> bytes:
+        """See Board.create."""
+        name = f"{self._prefix}/{key}"
+        try:
+            self._store.put(name, [value])
+            return value
+        except AlreadyExists:
+            return read(self._store, name, limit=MAX_VALUE)
+
+    def put(self, key: str, value: bytes) -> None:
+        """See Board.put."""
+        self._store.put(f"{self._prefix}/{key}", [value], if_absent=False)
+
+    def get(self, key: str) -> bytes | None:
+        """See Board.get."""
+        name = f"{self._prefix}/{key}"
+        try:
+            return read(self._store, name, limit=MAX_VALUE)
+        except NotFound:
+            return None
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """See Board.drop."""
+        for key in keys:
+            self._store.delete(f"{self._prefix}/{key}")
+
+
+def sweep_boards(store: Store, keep: str) -> None:
+    """Remove what groups left that are gone; what cannot be removed is in nobody's way."""
+    with contextlib.suppress(Unavailable):
+        for key in list(store.keys("board/")):
+            if not key.startswith(f"board/{keep}/"):
+                store.delete(key)
+
+
+@dataclass
+class Counted:
+    """A board that counts what goes through it. sent, received: bytes of keys and values of this process."""
+
+    board: Board
+    sent: int = 0
+    received: int = 0
+    poll_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.poll_s = self.board.poll_s
+
+    def create(self, key: str, value: bytes) -> bytes:
+        """See Board.create."""
+        found = self.board.create(key, value)
+        self.sent += len(key) + len(value)
+        self.received += len(found)
+        return found
+
+    def put(self, key: str, value: bytes) -> None:
+        """See Board.put."""
+        self.board.put(key, value)
+        self.sent += len(key) + len(value)
+
+    def get(self, key: str) -> bytes | None:
+        """See Board.get."""
+        found = self.board.get(key)
+        self.sent += len(key)
+        self.received += len(found or b"")
+        return found
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """See Board.drop."""
+        self.board.drop(keys)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes that publish together: this one's rank, how many there are, and their board.
+
+    lease_s: a rank that shows no progress for this long is out, and others do its work where they can.
+    """
+
+    rank: int
+    size: int
+    board: Board
+    lease_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"rank {self.rank} of {self.size}: expected 0 to {self.size - 1}")
+        if not self.lease_s > 0:
+            raise ConfigError(f"a lease of {self.lease_s} s; expected more than 0")
+
+    @classmethod
+    def tcp(
+        cls, host: str, port: int, *, rank: int, size: int, lease_s: float = 60.0, prefix: str = "deltackpt"
+    ) -> Group:
+        """Join by a TCPStore that is served already. prefix: of this start of the group, never used before there."""
+        from datetime import timedelta
+
+        from torch._C._distributed_c10d import TCPStore
+
+        try:
+            store = TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(lease_s, 1.0))
+            )
+        except RuntimeError as exc:
+            raise Unavailable(
+                f"no TCPStore at {host}:{port} ({str(exc).partition(chr(10))[0]}); start it first"
+            ) from exc
+        return cls(rank, size, TcpBoard(store, prefix=prefix, timeout_s=max(lease_s, 1.0)), lease_s)
+
+    @classmethod
+    def of_torch(cls, *, lease_s: float = 60.0, store: Store | None = None) -> Group:
+        """Join as torch.distributed is set up (torchrun does it); collective.
+
+        The board is a TCPStore that rank 0 serves, or the store of versions where that is given: then rank 0 may die.
+        """
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise ConfigError("torch.distributed is not initialised; call init_process_group first")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        said: list[object] = [secrets.token_hex(8), "", 0]
+        served = None
+        if rank == 0 and store is None:
+            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+            served = serve_tcp(host, timeout_s=max(lease_s, 1.0))
+            said = [said[0], host, served.port]
+        dist.broadcast_object_list(said, src=0)
+        session = str(said[0])
+        if store is not None:
+            return cls(rank, size, StoreBoard(store, session), lease_s)
+        if served is not None:
+            return cls(rank, size, TcpBoard(served, prefix=session, timeout_s=max(lease_s, 1.0)), lease_s)
+        return cls.tcp(str(said[1]), int(str(said[2])), rank=rank, size=size, lease_s=lease_s, prefix=session)
+
+
+def serve_tcp(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 60.0) -> TCPStore:
+    """Serve a TCPStore from this process for as long as the result is kept; `.port` says where."""
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
