@@ -74,7 +74,7 @@ def default_threads() -> int:
 
 def in_order(
     work: Callable[[A], B], items: Iterable[A], threads: int | None, *, pool: ThreadPoolExecutor | None = None
-) -> Iterator[B]:
+) -> Generator[B]:
     """Yield work(item) in order while about twice `threads` items are under way.
 
     However it ends, no work is under way after that, nor begins: memory that it uses may be given back. A signal

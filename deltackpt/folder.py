@@ -535,10 +535,10 @@ class StagedFolder:
             views = [memoryview(view(a, n)).cast("B") for a, n in zip(files, checkpoint.nbytes, strict=True)]
             source.copy(checkpoint, views, threads)
             where = addresses(checkpoint, files)
-            for step in plan.steps:
-                delta = reader.delta(step.version)
-                backend.apply(delta.tiling, delta.staged(threads=threads), where, threads=threads)
-                table = table + signed(delta, step)
+            with contextlib.closing(reader.deltas([step.version for step in plan.steps])) as deltas:
+                for step, delta in zip(plan.steps, deltas, strict=True):
+                    backend.apply(delta.tiling, delta.staged(threads=threads), where, threads=threads)
+                    table = table + signed(delta, step)
             found = backend.fingerprints(layout, where, threads=threads)
         wrong = compare_fingerprints(layout, found, table)
         if wrong:
@@ -702,7 +702,8 @@ class StagedValues:
                     "use --mode replace"
                 )
         self._journal: str | None = None
-        self.deltas = [reader.delta(step.version) for step in plan.steps]
+        with contextlib.closing(reader.deltas([step.version for step in plan.steps])) as deltas:
+            self.deltas = list(deltas)
         for delta in self.deltas:
             for _ in delta.staged(threads=reader.threads):
                 pass  # decoded once before anything is touched, so that a bad payload is harmless

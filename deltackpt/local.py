@@ -151,6 +151,20 @@ class LocalStore:
         finally:
             os.close(fd)
 
+    def get(self, key: str, out: memoryview) -> int:
+        """See Store.get."""
+        fd = self._open(key)
+        try:
+            found = os.fstat(fd)
+            if stat.S_ISDIR(found.st_mode):
+                raise self._not_found(key)
+            read_exactly(fd, out[: found.st_size], 0, key)
+            return found.st_size
+        except OSError as exc:
+            raise store_error(exc, f"reading {key} in {self.root}") from exc
+        finally:
+            os.close(fd)
+
     def _open(self, key: str) -> int:
         try:
             return os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)

@@ -115,37 +115,22 @@ class ObstoreStore:
 
     def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
         """See Store.read_into."""
-        if len(out):
-            self._run("reading", key, lambda c, path: self._fill(c, path, key, out, offset))
-
-    def _fill(self, client: ObjectStore, path: str, key: str, out: memoryview, offset: int) -> None:
-        import obstore
-        from obstore.exceptions import BaseError
-
-        done, skip = 0, 0
-        try:
-            try:
-                found = obstore.get(client, path, options={"range": (offset, offset + len(out))})
-            except BaseError as exc:
-                if "non-partial response" not in str(exc):
-                    raise
-                # It sent all of the object, as a server may.
-                found, skip = obstore.get(client, path), offset
-            for piece in found.stream(min_chunk_size=_PIECE):
-                view = memoryview(piece)[skip:]
-                skip -= len(piece) - len(view)
-                view = view[: len(out) - done]
-                out[done : done + len(view)] = view
-                done += len(view)
-                if done == len(out):
-                    break
-        except BaseError as exc:
-            if answer_of(str(exc)).status != 416:
-                raise
-            done = -1
+        if not len(out):
+            return
+        done, nbytes = self._run("reading", key, lambda c, path: _fill(c, path, out, offset))
         if done < len(out):
-            end = offset + done if done >= 0 else self.size(key)
+            end = offset + done if nbytes else self.size(key)
             raise IntegrityError(f"{key}: it ends at byte {end}, {offset + len(out)} were expected")
+
+    def get(self, key: str, out: memoryview) -> int:
+        """See Store.get."""
+        if not len(out):
+            return self.size(key)
+        done, nbytes = self._run("reading", key, lambda c, path: _fill(c, path, out, 0))
+        if done < min(len(out), nbytes):
+            raise IntegrityError(f"{key}: it ends at byte {done}, {nbytes} were expected")
+        self._seen = True
+        return nbytes
 
     def _head(self, key: str) -> Any:  # a dict of obstore's
         import obstore
@@ -197,6 +182,35 @@ class ObstoreStore:
             self._run("deleting", key, lambda c, path: obstore.delete(c, path))
         except NotFound:
             return
+
+
+def _fill(client: ObjectStore, path: str, out: memoryview, offset: int) -> tuple[int, int]:
+    """Fill `out` from `offset` on; returns the bytes that came and those of the object, 0 where it ends before."""
+    import obstore
+    from obstore.exceptions import BaseError
+
+    done, skip = 0, 0
+    try:
+        try:
+            found = obstore.get(client, path, options={"range": (offset, offset + len(out))})
+        except BaseError as exc:
+            if "non-partial response" not in str(exc):
+                raise
+            # It sent all of the object, as a server may.
+            found, skip = obstore.get(client, path), offset
+        for piece in found.stream(min_chunk_size=_PIECE):
+            view = memoryview(piece)[skip:]
+            skip -= len(piece) - len(view)
+            view = view[: len(out) - done]
+            out[done : done + len(view)] = view
+            done += len(view)
+            if done == len(out):
+                break
+    except BaseError as exc:
+        if answer_of(str(exc)).status != 416:
+            raise
+        return 0, 0
+    return done, int(found.meta["size"])
 
 
 def _pages(client: ObjectStore, prefix: str, offset: str | None) -> Iterator[Any]:

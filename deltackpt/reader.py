@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -47,6 +49,8 @@ B = TypeVar("B")
 
 _MAX_OBJECT = 1 << 30
 _CHUNK = 16 << 20
+_UNSEEN = 64 << 20
+"""A shard up to this size gets its room before the store has said that it is so large."""
 
 
 @dataclass(frozen=True)
@@ -156,26 +160,39 @@ class Reader:
         if since is not None and (entry := self._entry(since)):
             self.history[since] = entry
         else:
-            keys = list(self.store.keys("manifests/"))
-            versions = [int(k[10:-5]) for k in keys if k == manifest_key_of(k)]
-            for version in versions:
-                self._append(version)
+            listed = [int(k[10:-5]) for k in self.store.keys("manifests/") if k == manifest_key_of(k)]
+            done = self._extend(listed)
+            if done + 1 < len(listed):
+                raise ChainError(
+                    f"manifest of version {listed[done]} is missing, but version {listed[done + 1]} is there"
+                )
         first = self.history.get(min(self.history, default=0))
         if first and first.manifest.store_id != info.store_id:
             raise FormatError(f"manifests belong to store {first.manifest.store_id}, store.json is {info.store_id}")
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read the manifests that came since; returns whether there were any."""
-        found = False
-        while self._append(max(self.history, default=-1) + 1):
-            found = True
-        return found
+        """Read the manifests that came since; returns whether there were any.
 
-    def _append(self, version: int) -> bool:
-        entry = self._entry(version)
-        if entry is None:
-            return False
+        One request where there are none; the more have come, the more are asked for at a time.
+        """
+        before, ahead = len(self.history), 1
+        while self._extend(range(begin := max(self.history, default=-1) + 1, begin + ahead)) == ahead:
+            ahead = min(2 * ahead, max(1, self.store.requests))
+        return len(self.history) > before
+
+    def _extend(self, versions: Sequence[int]) -> int:
+        """Read manifests up to the first one that is not there; returns how many were."""
+        done = 0
+        with closing(requests(self.store, self._entry, versions, self.threads)) as entries:
+            for version, entry in zip(versions, entries, strict=True):
+                if entry is None:
+                    break
+                self._append(version, entry)
+                done += 1
+        return done
+
+    def _append(self, version: int, entry: Entry) -> None:
         if self.history:
             last = max(self.history)
             if version != last + 1:
@@ -185,7 +202,6 @@ class Reader:
         elif version != 0:
             raise ChainError(f"manifest of version 0 is missing, but version {version} is there")
         self.history[version] = entry
-        return True
 
     def _check_tie(self, entry: Entry) -> None:
         """Raise FormatError unless a version without a delta holds what the version that it names holds."""
@@ -273,9 +289,23 @@ class Reader:
 
         Raises NotFound when its data is gone, IntegrityError or FormatError naming version and tensors.
         """
-        manifest = self.manifest(version)
-        layout, tiling = self.layout(manifest.layout), self.tiling(manifest)
-        fetched = tuple(self._fetch_all(manifest.shards, tiling, version))
+        with closing(self.deltas([version])) as found:
+            return next(found)
+
+    def deltas(self, versions: Iterable[int]) -> Generator[Delta]:
+        """Yield deltas in order, see `delta`; what comes next is fetched while the caller has the one before.
+
+        Who leaves before the last one has to close the iterator.
+        """
+        wanted = [(self.manifest(v), self.tiling(self.manifest(v))) for v in versions]
+        shards = [(manifest.version, shard, tiling) for manifest, tiling in wanted for shard in manifest.shards]
+        with closing(self._fetch_all(shards)) as fetched:
+            for manifest, tiling in wanted:
+                yield self._joined(manifest, tiling, tuple(itertools.islice(fetched, len(manifest.shards))))
+
+    def _joined(self, manifest: Manifest, tiling: Layout | Partition, fetched: tuple[Fetched, ...]) -> Delta:
+        """Return the delta that a version's shards are, checked against its manifest."""
+        version, layout = manifest.version, self.layout(manifest.layout)
         groups = [g for f in fetched for g in np.unique(f.index.frames["group"]).tolist()]
         present = np.flatnonzero(np.unpackbits(np.frombuffer(manifest.present, np.uint8), bitorder="little"))
         if sorted(groups) != present.tolist():
@@ -296,45 +326,51 @@ class Reader:
 
     def fetch(self, shard: Shard, tiling: Layout | Partition, version: int) -> Fetched:
         """Fetch one shard and check it."""
-        (fetched,) = self._fetch_all((shard,), tiling, version)
-        return fetched
+        with closing(self._fetch_all([(version, shard, tiling)])) as found:
+            return next(found)
 
-    def _fetch_all(self, shards: Sequence[Shard], tiling: Layout | Partition, version: int) -> Iterator[Fetched]:
+    def _fetch_all(self, wanted: Sequence[tuple[int, Shard, Layout | Partition]]) -> Generator[Fetched]:
         """Fetch shards with several requests at a time; each is checked while the next ones come."""
 
-        def check(shard: Shard) -> None:
-            nbytes = self.store.size(shard.key)
+        def check(version: int, shard: Shard, nbytes: int) -> None:
             if nbytes != shard.nbytes:
                 raise IntegrityError(
                     f"version {version}: shard {shard.key}: {nbytes} bytes found, {shard.nbytes} expected; "
                     "fetch it again"
                 )
 
-        # Before room is made for what a manifest claims.
-        for _ in requests(self.store, check, shards, self.threads):
+        def look(item: tuple[int, Shard, Layout | Partition]) -> None:
+            version, shard, _ = item
+            check(version, shard, self.store.size(shard.key))
+
+        # Before much room is made for what a manifest claims; of small ones the first request says it.
+        for _ in requests(self.store, look, [w for w in wanted if w[1].nbytes > _UNSEEN], self.threads):
             pass
 
         def pieces() -> Iterator[_Piece]:
-            for shard in shards:
+            for version, shard, tiling in wanted:
                 data = memoryview(np.empty(shard.nbytes, np.uint8)).cast("B")
                 for begin in range(0, max(1, shard.nbytes), _CHUNK):
-                    yield _Piece(shard, data, begin)
+                    yield _Piece(version, shard, tiling, data, begin)
 
         def get(piece: _Piece) -> _Piece:
             out = piece.data[piece.begin : piece.begin + _CHUNK]
-            self.store.read_into(piece.shard.key, out, offset=piece.begin)
+            if piece.begin == 0:
+                check(piece.version, piece.shard, self.store.get(piece.shard.key, out))
+            else:
+                self.store.read_into(piece.shard.key, out, offset=piece.begin)
             return piece
 
-        for piece in requests(self.store, get, pieces(), self.threads):
-            shard, data = piece.shard, piece.data
-            if piece.begin + _CHUNK < shard.nbytes:
-                continue
-            if xxhash.xxh3_128_hexdigest(data) != shard.xxh3_128:
-                raise IntegrityError(
-                    f"version {version}: shard {shard.key}: checksum differs{_where(shard, data, tiling)}; "
-                    "fetch it again"
-                )
-            yield Fetched(shard, parse_index(shard, data, tiling), data)
+        with closing(requests(self.store, get, pieces(), self.threads)) as found:
+            for version, shard, tiling, data, begin in found:
+                if begin + _CHUNK < shard.nbytes:
+                    continue
+                if xxhash.xxh3_128_hexdigest(data) != shard.xxh3_128:
+                    raise IntegrityError(
+                        f"version {version}: shard {shard.key}: checksum differs{_where(shard, data, tiling)}; "
+                        "fetch it again"
+                    )
+                yield Fetched(shard, parse_index(shard, data, tiling), data)
 
     def check_frames(self, fetched: Fetched) -> None:
         """Raise IntegrityError unless every frame has its own checksum too (range reads rely on it)."""
@@ -479,9 +515,9 @@ class Reader:
         way = self.plan(version, local=None)
         assert way.anchor is not None
         total = self.anchor(way.anchor).fingerprints
-        for step in way.steps:
-            change = self.delta(step.version).fingerprints
-            total = total - change if step.undo else total + change
+        with closing(self.deltas([step.version for step in way.steps])) as deltas:
+            for step, delta in zip(way.steps, deltas, strict=True):
+                total = total - delta.fingerprints if step.undo else total + delta.fingerprints
         return total
 
 
@@ -511,12 +547,13 @@ def pruned_key_of(key: str) -> str:
     return pruned_key(int(name)) if name.isascii() and name.isdigit() else ""
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A part of a shard that one request fetches into its place in `data`."""
 
+    version: int
     shard: Shard
-    data: memoryview = field(repr=False)
+    tiling: Layout | Partition
+    data: memoryview
     begin: int
 
 
@@ -529,7 +566,7 @@ def _pool(requests: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def requests(store: Store, work: Callable[[A], B], items: Iterable[A], threads: int | None) -> Iterator[B]:
+def requests(store: Store, work: Callable[[A], B], items: Iterable[A], threads: int | None) -> Generator[B]:
     """Yield work(item) in order, with as many requests at a time as make the store fast.
 
     They wait in threads of their own: a server has time for more of them than this host has CPUs.

@@ -48,6 +48,12 @@ class Store(Protocol):
     def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
         """Fill `out` with the bytes from `offset` on. Raises NotFound; IntegrityError if the object is shorter."""
 
+    def get(self, key: str, out: memoryview) -> int:
+        """Fill `out` with the first bytes of an object, as many as there are; return how many the whole object has.
+
+        One request, where the object fits. Raises NotFound.
+        """
+
     def size(self, key: str) -> int:
         """Return the bytes of an object. Raises NotFound."""
 
@@ -61,13 +67,21 @@ class Store(Protocol):
         """Return when an object was written, in Unix seconds of the store's own clock. Raises NotFound."""
 
 
+_SMALL = 256 << 10
+"""Bytes of an object that one request may bring before its size is known: more than most manifests have."""
+
+
 def read(store: Store, key: str, *, limit: int) -> bytes:
     """Return a small object. Raises IntegrityError if it is larger than `limit` bytes."""
-    nbytes = store.size(key)
+    out = bytearray(min(limit, _SMALL))
+    nbytes = store.get(key, memoryview(out))
     if nbytes > limit:
         raise IntegrityError(f"{key}: {nbytes} bytes found, at most {limit} are expected")
-    out = bytearray(nbytes)
-    store.read_into(key, memoryview(out))
+    if nbytes <= len(out):
+        return bytes(memoryview(out)[:nbytes])
+    had = len(out)
+    out += bytes(nbytes - had)
+    store.read_into(key, memoryview(out)[had:], offset=had)
     return bytes(out)
 
 
@@ -148,6 +162,10 @@ class Retrying:
     def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
         """See Store.read_into."""
         self._try(lambda: self.store.read_into(key, out, offset=offset))
+
+    def get(self, key: str, out: memoryview) -> int:
+        """See Store.get."""
+        return self._try(lambda: self.store.get(key, out))
 
     def size(self, key: str) -> int:
         """See Store.size."""

@@ -5,6 +5,7 @@ Storage, strides and addresses stay. No cast, no broadcast, ever. The only modul
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -334,10 +335,10 @@ class StagedTensors:
         if self.anchor is not None:
             self._require_twins(self.anchor.anchor.version, self.anchor.fingerprints)
         self.deltas: list[tuple[Delta, Sequence[object]]] = []
-        for step in plan.steps:
-            delta = reader.delta(step.version)
-            self.deltas.append((delta, stage_delta(self.device, delta)))
-            self._require_twins(step.version, delta.fingerprints)
+        with contextlib.closing(reader.deltas([step.version for step in plan.steps])) as deltas:
+            for delta in deltas:
+                self.deltas.append((delta, stage_delta(self.device, delta)))
+                self._require_twins(delta.version, delta.fingerprints)
 
     def _require_twins(self, version: int, table: U64) -> None:
         """Raise ConfigError unless names of one storage have equal fingerprints in what is about to be written."""
@@ -479,10 +480,10 @@ def restore_into(reader: Reader, version: int, device: Device, where: U64, plan:
     anchor = reader.anchor(plan.anchor)
     read_anchor(anchor, device, where, reader.threads)
     table = anchor.fingerprints
-    for step in plan.steps:
-        delta = reader.delta(step.version)
-        device.apply(delta.tiling, stage_delta(device, delta), where)
-        table = table + signed(delta, step)
+    with contextlib.closing(reader.deltas([step.version for step in plan.steps])) as deltas:
+        for step, delta in zip(plan.steps, deltas, strict=True):
+            device.apply(delta.tiling, stage_delta(device, delta), where)
+            table = table + signed(delta, step)
     found = device.fingerprints(layout, where)
     if wrong := compare_fingerprints(layout, found, table):
         raise IntegrityError(f"version {version}: {named(wrong)} came out wrong; the store is damaged")

@@ -217,6 +217,13 @@ class _Felt:
         self._store.read_into(key, out, offset=offset)
         self._sign()
 
+    def get(self, key: str, out: memoryview) -> int:
+        """See Store.get."""
+        self._sign()
+        nbytes = self._store.get(key, out)
+        self._sign()
+        return nbytes
+
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 

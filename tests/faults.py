@@ -21,8 +21,8 @@ class FaultStore:
     """Wraps a store. `operations` lists what was asked for, as "put manifests/0.json".
 
     at: number of the operation that fails, from 1 on, None for never; counts only those in `kinds` (put, read_into,
-    size, keys, delete, modified), all by default. when: "before" the store has seen it, or "after", which is a lost
-    answer.
+    get, size, keys, delete, modified), all by default. when: "before" the store has seen it, or "after", which is a
+    lost answer.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class FaultStore:
         *,
         at: int | None = None,
         when: Literal["before", "after"] = "before",
-        kinds: Collection[str] = ("put", "read_into", "size", "keys", "delete", "modified"),
+        kinds: Collection[str] = ("put", "read_into", "get", "size", "keys", "delete", "modified"),
         error: Callable[[], Exception] = _lost,
     ) -> None:
         self.store, self.url, self.requests = store, store.url, store.requests
@@ -57,6 +57,9 @@ class FaultStore:
 
     def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
         self._run("read_into", key, lambda: self.store.read_into(key, out, offset=offset))
+
+    def get(self, key: str, out: memoryview) -> int:
+        return self._run("get", key, lambda: self.store.get(key, out))
 
     def size(self, key: str) -> int:
         return self._run("size", key, lambda: self.store.size(key))

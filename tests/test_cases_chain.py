@@ -537,6 +537,12 @@ def counted(self, key, out, *, offset=0):
         reads.append(key)
     real(self, key, out, offset=offset)
 LocalStore.read_into = counted
+get = LocalStore.get
+def counted_get(self, key, out):
+    if key.startswith("data/"):
+        reads.append(key)
+    return get(self, key, out)
+LocalStore.get = counted_get
 
 def descriptors():
     return len(os.listdir("/proc/self/fd"))

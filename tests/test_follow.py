@@ -35,7 +35,7 @@ def test_named_version_that_was_seen_is_prepared_without_a_look_for_newer_ones(r
         assert follower.prepare(0) is None
         assert store.operations == []
         assert follower.prepare() is not None
-        assert f"size {manifest_key(3)}" in store.operations
+        assert f"get {manifest_key(3)}" in store.operations
 
 
 def test_broken_manifest_keeps_nobody_from_a_version_that_was_seen_before_it(root: Path) -> None:

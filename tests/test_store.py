@@ -284,6 +284,29 @@ class TestContract:
         with pytest.raises(IntegrityError, match=f"a/b: it ends at byte .*, {offset + nbytes} were expected"):
             store.read_into("a/b", memoryview(bytearray(nbytes)), offset=offset)
 
+    @pytest.mark.parametrize("room", [0, 1, 99, 100, 101, 5000])
+    def test_beginning_of_an_object_comes_with_its_size(self, store: Store, room: int) -> None:
+        body = bytes(range(100))
+        store.put("a/b", [body])
+        out = bytearray(b"." * room)
+        assert store.get("a/b", memoryview(out)) == 100
+        assert bytes(out) == (body + b"." * room)[:room]
+
+    def test_empty_object_has_no_bytes_and_a_missing_one_is_not_found(self, store: Store) -> None:
+        store.put("a/empty", [])
+        out = bytearray(b"..")
+        assert store.get("a/empty", memoryview(out)) == 0
+        assert out == b".."
+        with pytest.raises(NotFound):
+            store.get("a/missing", memoryview(out))
+
+    def test_small_read_of_more_than_one_request_is_whole(self, store: Store) -> None:
+        body = secrets.token_bytes((256 << 10) + 1)
+        store.put("a/b", [body])
+        assert read(store, "a/b", limit=len(body)) == body
+        with pytest.raises(IntegrityError, match=f"{len(body)} bytes found, at most {len(body) - 1} are expected"):
+            read(store, "a/b", limit=len(body) - 1)
+
     def test_small_read_refuses_a_large_object_before_it_reads(self, store: Store) -> None:
         store.put("a/b", [bytes(101)])
         with pytest.raises(IntegrityError, match="a/b: 101 bytes found, at most 100 are expected"):

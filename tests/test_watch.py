@@ -129,7 +129,7 @@ def test_restart_reads_the_manifests_from_its_own_version_on(run: Run) -> None:
 
     follow(run.store, run.dest, run.exact(3), wrap=wrap)
     assert "keys manifests/" not in seen[0].operations
-    assert "read_into manifests/00000000000000000000.json" not in seen[0].operations
+    assert "get manifests/00000000000000000000.json" not in seen[0].operations
 
 
 def test_pauses_are_spread_by_a_quarter_of_the_poll_interval(run: Run) -> None:
@@ -159,10 +159,10 @@ def test_store_that_does_not_answer_is_waited_for(run: Run) -> None:
     class Down(FaultStore):
         down = False
 
-        def size(self, key: str) -> int:
+        def get(self, key: str, out: memoryview) -> int:
             if self.down:
                 raise Unavailable("no answer; try again")
-            return self.store.size(key)
+            return self.store.get(key, out)
 
     downs: list[Down] = []
 

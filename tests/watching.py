@@ -99,6 +99,10 @@ class Hiding:
         self._look(key)
         self.store.read_into(key, out, offset=offset)
 
+    def get(self, key: str, out: memoryview) -> int:
+        self._look(key)
+        return self.store.get(key, out)
+
     def size(self, key: str) -> int:
         self._look(key)
         return self.store.size(key)
