@@ -116,6 +116,17 @@ class Cached:
                 raise IntegrityError(f"{key}: it ends at byte {nbytes}, {offset + len(out)} were expected")
             self._read(fd, out, offset, key)
 
+    def get(self, key: str, out: memoryview) -> int:
+        """See Store.get."""
+        with self._entry(key, begins=True) as fd:
+            if fd is None:
+                nbytes = self.store.get(key, out)
+                self._count(0, min(len(out), nbytes) if immutable(key) else 0)
+                return nbytes
+            nbytes = os.fstat(fd).st_size - _TRAILER
+            self._read(fd, out[:nbytes], 0, key)
+            return nbytes
+
     def _read(self, fd: int, out: memoryview, offset: int, key: str) -> None:
         try:
             read_exactly(fd, out, offset, key)

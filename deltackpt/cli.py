@@ -82,12 +82,14 @@ _SHOWN = 20
 class Output:
     """How the running command answers. json: one object on stdout instead of text, also for an error.
 
-    storage, single_writer: how it opens stores.
+    storage, single_writer: how it opens stores. data_url, data_storage: where it reads immutable objects.
     """
 
     json: bool = False
     storage: dict[str, str] = field(default_factory=dict)
     single_writer: bool = False
+    data_url: str | None = None
+    data_storage: dict[str, str] = field(default_factory=dict)
 
     def result(self, fields: Mapping[str, object], text: str) -> None:
         """Print what a command found."""
@@ -242,12 +244,46 @@ def _set_single_writer(ctx: click.Context, _param: click.Parameter, value: bool)
     ctx.obj.single_writer = value
 
 
-def _open(url: str) -> Store:
-    """Open a store by the options of the running command."""
+def _open(url: str, options: Mapping[str, str] | None = None) -> Store:
+    """Open a store by the options of the running command, or by others."""
     from deltackpt.store import open_store
 
     output: Output = click.get_current_context().obj
-    return open_store(url, options=output.storage, single_writer=output.single_writer)
+    options = output.storage if options is None else options
+    return open_store(url, options=options, single_writer=output.single_writer)
+
+
+def _open_source(url: str) -> Store:
+    """Open the store that the running command follows; its immutable objects may come from elsewhere."""
+    from deltackpt.store import open_store
+
+    output: Output = click.get_current_context().obj
+    return open_store(
+        url, options=output.storage, single_writer=output.single_writer,
+        data_url=output.data_url, data_options=output.data_storage,
+    )  # fmt: skip
+
+
+def _set_data_url(ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
+    ctx.obj.data_url = value
+
+
+def _set_data_storage(ctx: click.Context, param: click.Parameter, pairs: tuple[str, ...]) -> None:
+    ctx.obj.data_storage.update(_pairs(ctx, param, pairs))
+
+
+def _data_options(command: F) -> F:
+    """Add the two options that say where immutable objects are read."""
+    url = click.option(
+        "--data-url", type=_PATH, expose_value=False, callback=_set_data_url, metavar="URL",
+        help="A mirror of STORE, or a cache before it: shards and other immutable objects are read there, what it "
+        "lacks and all manifests from STORE.",
+    )  # fmt: skip
+    storage = click.option(
+        "--data-option", multiple=True, expose_value=False, callback=_set_data_storage, metavar="KEY=VALUE",
+        help="How to reach --data-url, as --storage-option for STORE; may be given several times.",
+    )  # fmt: skip
+    return url(storage(command))
 
 
 def _cached(store: Store, folder: str | None, nbytes: int) -> Store:
@@ -534,6 +570,7 @@ def publish(
 )  # fmt: skip
 @_cache_option
 @_cache_size_option
+@_data_options
 @_anchor_source_option
 @_threads_option
 @_storage_option
@@ -563,13 +600,14 @@ def pull(
       deltackpt pull /mnt/fs/run7 /dev/shm/policy --mode switch
     """
     from deltackpt.cache import Cached
-    from deltackpt.folder import CheckpointTarget
+    from deltackpt.folder import OWN, CheckpointTarget
     from deltackpt.follow import Follower
+    from deltackpt.ledger import ApplyLog, applied
 
     if version is not None and step is not None:
         raise click.UsageError("--version and --step cannot be given together.")
     target = CheckpointTarget(dest, mode=mode, lock=lock)
-    opened = _cached(_open(store), cache, cache_size)
+    opened = _cached(_open_source(store), cache, cache_size)
     with (
         _stage(f"pulling into {dest}") as say,
         Follower(opened, target, anchor_source=anchor_source, threads=threads) as follower,
@@ -581,9 +619,15 @@ def pull(
             say(f"applying version {prepared.version}")
             prepared.apply()
         reader = follower.reader
-    if prepared is None:
         assert reader.head is not None
-        at = reader.head.manifest.version if version is None else version
+        at = prepared.version if prepared else reader.head.manifest.version if version is None else version
+        # While the folder is locked.
+        log, entry = ApplyLog(os.path.join(target.path, OWN, "apply.log")), reader.history[at]
+        if prepared is not None and prepared.previous != at:
+            log.add(applied(prepared, entry, time.time()))
+        else:
+            log.found(entry, time.time())
+    if prepared is None:
         fields = {"dest": dest, "version": at, "previous": at, "mode": target.mode, "anchor": None, "deltas": 0}
         fields |= {"bytes_raw": reader.manifest(at).totals.raw, "bytes_fetched": 0, "bytes_reseeded": 0}
         fields["adopted"] = False
@@ -755,6 +799,7 @@ def _words(value: object) -> str:
 @click.argument("path", type=_PATH, metavar="STORE|DEST")
 @click.option("--against", type=_PATH, metavar="STORE", help="Check the local folder DEST against this store instead.")
 @click.option("--deep", is_flag=True, help="Also rebuild every version of STORE and compare all its bytes.")
+@_data_options
 @_anchor_source_option
 @_scratch_option
 @_threads_option
@@ -786,11 +831,11 @@ def verify(
         if deep:
             raise click.UsageError("--deep is for a store; a local folder is always checked in full.")
         with _stage(f"checking {path}"):
-            local = verify_folder(path, _open(against), threads=threads)
+            local = verify_folder(path, _open_source(against), threads=threads)
         fields, lines = _folder_report(path, against, local)
         _finish(output, fields, lines, local.problems, path)
         return
-    store = _open(path)
+    store = _open_source(path)
     _require_store(store, path)
     with _stage(f"checking {path}") as say:
         found = verify_store(

@@ -24,8 +24,10 @@ from deltackpt.cli import (
     _cache_option,
     _cache_size_option,
     _cached,
+    _data_options,
     _json_option,
     _open,
+    _open_source,
     _printable,
     _single_writer_option,
     _storage_option,
@@ -112,6 +114,7 @@ _lease_url_option = click.option(
 )  # fmt: skip
 @_cache_option
 @_cache_size_option
+@_data_options
 @_anchor_source_option
 @_threads_option
 @_storage_option
@@ -184,7 +187,7 @@ def watch(
         if wake is not None:
             stack.enter_context(module.fifo(wake, pace))
         watcher = module.Watcher(
-            _cached(_open(store), cache, cache_size), dest, channel=channel, mode=mode, poll_s=poll_s,
+            _cached(_open_source(store), cache, cache_size), dest, channel=channel, mode=mode, poll_s=poll_s,
             give_up_s=give_up_s, hold=hold, reseed=reseed, command=command, engine=driven,
             lease_store=None if no_lease else _open(lease_url or store), lease_name=lease_id, heartbeat=heartbeat,
             lock=lock, anchor_source=anchor_source, threads=threads, pace=pace, say=say,

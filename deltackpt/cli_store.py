@@ -17,6 +17,7 @@ from deltackpt.cli import (
     _Bytes,
     _json_option,
     _open,
+    _pairs,
     _single_writer_option,
     _stage,
     _storage_option,
@@ -222,6 +223,11 @@ def _terminable() -> Iterator[None]:
     "--from", "start", type=_From(), metavar="VERSION|newest",
     help="Begin an empty DST with the newest anchor at or before this version. [default: with all that SRC has]",
 )  # fmt: skip
+@click.option(
+    "--dst-option", "dst_options", multiple=True, callback=_pairs, metavar="KEY=VALUE",
+    help="How to reach DST where it is not as SRC is, which goes by --storage-option; may be given several times. "
+    "[default: as SRC]",
+)  # fmt: skip
 @_lease_url_option
 @_threads_option
 @_storage_option
@@ -235,6 +241,7 @@ def mirror(
     watch: bool,
     poll: float,
     start: Start,
+    dst_options: dict[str, str],
     lease_url: str | None,
     threads: int | None,
 ) -> None:
@@ -246,6 +253,7 @@ def mirror(
     \b
       deltackpt mirror /mnt/fs/run7 /mnt/other/run7
       deltackpt mirror /mnt/fs/run7 /mnt/other/run7 --from newest --watch
+      deltackpt mirror s3://here/run7 s3://there/run7 --dst-option region=eu-central-1 --dst-option profile=there
     """
     import logging
 
@@ -254,7 +262,7 @@ def mirror(
     leases = _open(lease_url) if lease_url is not None else None
     log = logging.getLogger("deltackpt")
     job = Mirror(
-        _open(src), _open(dst), start=start, lease_store=leases, threads=threads, say=log.warning
+        _open(src), _open(dst, dst_options or None), start=start, lease_store=leases, threads=threads, say=log.warning
     )  # fmt: skip
     if not watch:
         with _stage(f"mirroring {src}"):

@@ -1,4 +1,4 @@
-"""What a watcher keeps on disk: the log of applies, the hook that is still owed, the heartbeat. Never weights."""
+"""What pull and watch keep on disk beside a target: log of applies, hook that is owed, heartbeat. Never weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from deltackpt.chain import Entry, Plan
 from deltackpt.checkpoint import replace_file
 from deltackpt.errors import DeltaError
+from deltackpt.follow import Prepared, weight_version
 from deltackpt.manifest import decode
 from deltackpt.store import store_error, sync_folder, write_all
 
@@ -55,6 +57,11 @@ class ApplyLog:
         self._waiting.append(json.dumps(fields).encode() + b"\n")
         self.flush()
 
+    def found(self, entry: Entry, now: float) -> None:
+        """Append a line for what is held but was not noted: brought by somebody else, or the line was lost."""
+        if self.last() != weight_version(entry):
+            self.add({"time": now, "way": "found", **_identity(entry)})
+
     def flush(self) -> None:
         """Append what could not be written before."""
         if not self._waiting:
@@ -75,6 +82,34 @@ class ApplyLog:
         except OSError as exc:
             raise store_error(exc, f"writing {self.path}") from exc
         self._waiting.clear()
+
+
+def applied(prepared: Prepared, entry: Entry, now: float) -> dict[str, object]:
+    """Return the line of an apply. entry: of the version; now: seconds since 1970."""
+    plan = prepared.plan
+    return {
+        "time": now, "way": way(plan), **_identity(entry), "previous": prepared.previous, "anchor": plan.anchor,
+        "deltas": len(plan.steps), "bytes_fetched": plan.nbytes,
+        **{name: round(ms, 3) for name, ms in prepared.times.items()},
+    }  # fmt: skip
+
+
+def way(plan: Plan) -> str:
+    """Name the way to a version: anchor, deltas, undo, several of them, or tie where nothing was to be fetched."""
+    parts = [] if plan.anchor is None else ["anchor"]
+    if any(not step.undo for step in plan.steps):
+        parts.append("deltas")
+    if any(step.undo for step in plan.steps):
+        parts.append("undo")
+    return "+".join(parts) or "tie"
+
+
+def _identity(entry: Entry) -> dict[str, object]:
+    manifest = entry.manifest
+    return {
+        "version": manifest.version, "lineage": manifest.lineage, "digest12": entry.digest[:12],
+        "weight_version": weight_version(entry), "step": manifest.step,
+    }  # fmt: skip
 
 
 class HookFailed(DeltaError):

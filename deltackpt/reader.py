@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -49,6 +51,8 @@ B = TypeVar("B")
 
 _MAX_OBJECT = 1 << 30
 _CHUNK = 16 << 20
+_KEPT, _WORTH = 2, 1 << 20
+"""How many shards' memory is kept to be used again, and from which size on."""
 _UNSEEN = 64 << 20
 """A shard up to this size gets its room before the store has said that it is so large."""
 
@@ -133,6 +137,7 @@ class Reader:
         self._placements: dict[str, Placement] = {}
         self._partitions: dict[str, Partition] = {}
         self._info: StoreInfo | None = None
+        self._room = _Room()
 
     # ------------------------------------------------------------ manifests
 
@@ -349,7 +354,7 @@ class Reader:
 
         def pieces() -> Iterator[_Piece]:
             for version, shard, tiling in wanted:
-                data = memoryview(np.empty(shard.nbytes, np.uint8)).cast("B")
+                data = self._room.take(shard.nbytes)
                 for begin in range(0, max(1, shard.nbytes), _CHUNK):
                     yield _Piece(version, shard, tiling, data, begin)
 
@@ -545,6 +550,26 @@ def pruned_key_of(key: str) -> str:
     """Return the key of a prune record that `key` would be if its name is a number, else an empty text."""
     name = key[7:-5]
     return pruned_key(int(name)) if name.isascii() and name.isdigit() else ""
+
+
+class _Room:
+    """Memory for shards. What nobody looks at any more is used again: new pages cost as much time as their bytes."""
+
+    def __init__(self) -> None:
+        self._free: deque[np.ndarray[tuple[int], np.dtype[np.uint8]]] = deque(maxlen=_KEPT)
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return room that is the caller's until it and all views of it are gone."""
+        try:
+            found = self._free.pop()
+        except IndexError:
+            found = np.empty(0, np.uint8)
+        if not nbytes <= found.size <= 2 * nbytes:
+            found = np.empty(nbytes, np.uint8)
+        lent = found[:nbytes]
+        if nbytes >= _WORTH:
+            weakref.finalize(lent, self._free.append, found).atexit = False
+        return memoryview(lent).cast("B")
 
 
 class _Piece(NamedTuple):

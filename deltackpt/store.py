@@ -18,10 +18,11 @@ from typing import Protocol, TypeVar
 from deltackpt.codec import Bytes
 from deltackpt.errors import AlreadyExists, ConfigError, IntegrityError, NotFound, Unavailable
 from deltackpt.local import LocalStore, local_path, read_exactly, store_error, sync_folder, temporary_prefix, write_all
+from deltackpt.manifest import immutable
 from deltackpt.probe import Found, exclusive, probe, remember
 
 __all__ = [
-    "LocalStore", "Retrying", "Store", "open_store", "probe_store", "read", "read_exactly", "store_error",
+    "Elsewhere", "LocalStore", "Retrying", "Store", "open_store", "probe_store", "read", "read_exactly", "store_error",
     "sync_folder", "temporary_prefix", "write_all",
 ]  # fmt: skip
 
@@ -198,19 +199,75 @@ class Retrying:
         self._try(lambda: self.store.delete(key))
 
 
+# ---------------------------------------------------------------- copies elsewhere
+
+
+class Elsewhere:
+    """A store whose immutable objects are read from copies in another place: a mirror, or a cache before it.
+
+    What the copies lack is read from the store itself, for a mirror may be behind. All else is the store's own.
+    """
+
+    def __init__(self, store: Store, copies: Store) -> None:
+        self.store, self.copies, self.url, self.requests = store, copies, store.url, copies.requests
+
+    def _read(self, key: str, work: Callable[[Store], T]) -> T:
+        if immutable(key):
+            with contextlib.suppress(NotFound):
+                return work(self.copies)
+        return work(self.store)
+
+    def put(self, key: str, parts: Sequence[Bytes], *, if_absent: bool = True) -> None:
+        """See Store.put."""
+        self.store.put(key, parts, if_absent=if_absent)
+
+    def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
+        """See Store.read_into."""
+        self._read(key, lambda store: store.read_into(key, out, offset=offset))
+
+    def get(self, key: str, out: memoryview) -> int:
+        """See Store.get."""
+        return self._read(key, lambda store: store.get(key, out))
+
+    def size(self, key: str) -> int:
+        """See Store.size."""
+        return self._read(key, lambda store: store.size(key))
+
+    def keys(self, prefix: str, *, after: str = "") -> Iterator[str]:
+        """See Store.keys."""
+        return self.store.keys(prefix, after=after)
+
+    def delete(self, key: str) -> None:
+        """See Store.delete."""
+        self.store.delete(key)
+
+    def modified(self, key: str) -> float:
+        """See Store.modified."""
+        return self.store.modified(key)
+
+
 # ---------------------------------------------------------------- URLs
 
 
 def open_store(
-    url: str | os.PathLike[str] | Store, *, options: Mapping[str, str] | None = None, single_writer: bool = False
+    url: str | os.PathLike[str] | Store,
+    *,
+    options: Mapping[str, str] | None = None,
+    single_writer: bool = False,
+    data_url: str | os.PathLike[str] | Store | None = None,
+    data_options: Mapping[str, str] | None = None,
 ) -> Store:
     """Return the store at a URL; a store is returned as it is. It need not exist yet, and nothing is asked of it.
 
     url: a path, file://, a bucket (s3://, gs://, az://, by obstore where that is installed, else by fsspec), or any
     other URL that fsspec knows; fsspec+s3:// is by fsspec always. options: endpoint, region, path_style, profile,
     anonymous, or what the client itself takes. single_writer: there is no other writer, so that a store which cannot
-    create exclusively will do.
+    create exclusively will do. data_url: a place with copies of the store's immutable objects, a mirror or an HTTP
+    cache, from which they are read as far as it has them; data_options: its options.
     """
+    if data_url is not None:
+        origin = open_store(url, options=options, single_writer=single_writer)
+        return Elsewhere(origin, open_store(data_url, options=data_options))
     if not isinstance(url, (str, os.PathLike)):
         return url
     text = os.fspath(url)

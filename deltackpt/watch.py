@@ -24,7 +24,6 @@ from typing import Literal, TypeAlias, cast
 
 import msgspec
 
-from deltackpt.chain import Entry, Plan
 from deltackpt.engine import Engine, EngineFailed
 from deltackpt.errors import (
     ChainError,
@@ -42,7 +41,7 @@ from deltackpt.errors import (
 from deltackpt.folder import OWN, CheckpointTarget, read_record
 from deltackpt.follow import POLL_S, Follower, Prepared, weight_version
 from deltackpt.lease import Channel, Keeper, Lease, lease_id, newer_setting, read_channel
-from deltackpt.ledger import ApplyLog, Heartbeat, Hook, HookFailed, Owed
+from deltackpt.ledger import ApplyLog, Heartbeat, Hook, HookFailed, Owed, applied, way
 from deltackpt.manifest import LEVEL
 from deltackpt.reader import Reader
 from deltackpt.store import Store, store_error
@@ -506,9 +505,8 @@ class Watcher:
         self._set(applied=version, weight_version=name)
         holds = "nothing yet" if version is None else f"version {version}"
         self._tell("info", "opened", f"{self.dest} holds {holds}", {"applied": version, "weight_version": name})
-        if entry is not None and self._log.last() != name:
-            # Brought there by somebody else, or its line was lost in a crash.
-            self._log.add({"time": self._pace.date(), "way": "found", **_identity(entry)})
+        if entry is not None:
+            self._log.found(entry, self._pace.date())
 
     def _look(self, reader: Reader) -> tuple[int | None, int | None]:
         """Return the version to hold and the one to stage ahead; None: not there yet, or none."""
@@ -664,15 +662,11 @@ class Watcher:
             bytes_fetched=before.bytes_fetched + plan.nbytes, stage_ms=stage_ms, apply_ms=apply_ms,
             stage_ms_total=before.stage_ms_total + stage_ms, apply_ms_total=before.apply_ms_total + apply_ms,
         )  # fmt: skip
-        fields = {
-            "time": self._pace.date(), "way": _way(plan), **_identity(entry), "previous": prepared.previous,
-            "anchor": plan.anchor, "deltas": len(plan.steps), "bytes_fetched": plan.nbytes,
-            "stage_ms": round(stage_ms, 3), "apply_ms": round(apply_ms, 3),
-        }  # fmt: skip
+        fields = applied(prepared, entry, self._pace.date())
         came = "" if prepared.previous is None else f"from version {prepared.previous}, "
         self._tell(
             "info", "applied",
-            f"version {prepared.version} applied ({came}{_way(plan)}, {plan.nbytes:,} bytes fetched, "
+            f"version {prepared.version} applied ({came}{way(plan)}, {plan.nbytes:,} bytes fetched, "
             f"staged {stage_ms:.0f} ms, applied {apply_ms:.0f} ms)", fields,
         )  # fmt: skip
         self._log.add(fields)
@@ -774,24 +768,6 @@ def _final(exc: DeltaError) -> bool:
     if isinstance(exc, ChainError):
         return not isinstance(exc.__cause__, NotFound)
     return isinstance(exc, (ConfigError, Poisoned, UnsupportedFormat, SignatureError))
-
-
-def _way(plan: Plan) -> str:
-    """Name the way to a version: anchor, deltas, undo, several of them, or tie where nothing was to be fetched."""
-    parts = [] if plan.anchor is None else ["anchor"]
-    if any(not step.undo for step in plan.steps):
-        parts.append("deltas")
-    if any(step.undo for step in plan.steps):
-        parts.append("undo")
-    return "+".join(parts) or "tie"
-
-
-def _identity(entry: Entry) -> dict[str, object]:
-    manifest = entry.manifest
-    return {
-        "version": manifest.version, "lineage": manifest.lineage, "digest12": entry.digest[:12],
-        "weight_version": weight_version(entry), "step": manifest.step,
-    }  # fmt: skip
 
 
 def _text(path: str) -> str:

@@ -130,7 +130,7 @@ def test_idle_look_is_one_request_to_the_source(src: Path, dst: Path) -> None:
     job.once()
     before = len(watched.operations)
     assert job.once().versions == ()
-    assert watched.operations[before:] == [f"size {manifest_key(7)}"]
+    assert watched.operations[before:] == [f"get {manifest_key(7)}"]
 
 
 def test_folder_that_followed_the_source_follows_the_mirror(src: Path, dst: Path, master: Path, tmp_path: Path) -> None:

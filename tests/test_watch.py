@@ -21,6 +21,7 @@ from watching import Script, Told, flip_data, follow, start, without_data
 from deltackpt import folder as folder_module
 from deltackpt.errors import Busy, ChainError, ConfigError, IntegrityError, NotFound, Poisoned, StoreError, Unavailable
 from deltackpt.folder import CheckpointTarget
+from deltackpt.follow import Follower
 from deltackpt.lease import lease_id, leases, set_channel
 from deltackpt.ledger import ApplyLog, Heartbeat
 from deltackpt.publish import publish_folder
@@ -95,7 +96,7 @@ def test_idle_poll_is_one_request_and_no_listing(run: Run) -> None:
         seen[0].operations.clear()
 
     def look() -> None:
-        assert seen[0].operations == ["size manifests/00000000000000000002.json"]
+        assert seen[0].operations == ["get manifests/00000000000000000002.json"]
         forget()
 
     follow(run.store, run.dest, forget, look, look, look, wrap=wrap)
@@ -546,10 +547,28 @@ def test_apply_log_has_one_line_an_apply(run: Run) -> None:
 
 
 def test_version_that_somebody_else_brought_is_logged_as_found_once(run: Run) -> None:
-    cli_good("pull", run.store, run.dest, "--mode", "switch")
+    with Follower(str(run.store), CheckpointTarget(run.dest, mode="switch")) as follower:
+        prepared = follower.prepare()
+        assert prepared is not None
+        prepared.apply()
     follow(run.store, run.dest)
     follow(run.store, run.dest)
+    cli_good("pull", run.store, run.dest)
     assert [(line["way"], line["version"]) for line in run.log()] == [("found", 1)]
+
+
+def test_pull_writes_the_lines_that_a_watcher_writes(run: Run) -> None:
+    cli_good("pull", run.store, run.dest, "--mode", "switch")
+    run.publish(2)()
+    cli_good("pull", run.store, run.dest)
+    cli_good("pull", run.store, run.dest)
+    cli_good("pull", run.store, run.dest, "--version", "1")
+    follow(run.store, run.dest)
+    lines = run.log()
+    assert [(line["way"], line["previous"], line["version"]) for line in lines] == [
+        ("anchor+deltas", None, 1), ("deltas", 1, 2), ("undo", 2, 1), ("deltas", 1, 2)
+    ]  # fmt: skip
+    assert len({frozenset(line) for line in lines}) == 1
 
 
 def test_apply_log_goes_on_after_a_torn_line(tmp_path: Path) -> None:

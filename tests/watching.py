@@ -69,16 +69,19 @@ class Told(list[Event]):
 
 
 def start(
-    store: Path | str, dest: Path, *acts: Callable[[], object], told: Told | None = None, **options: Any
+    store: Path | str | Store, dest: Path, *acts: Callable[[], object], told: Told | None = None, **options: Any
 ) -> tuple[Watcher, Script]:
     """Make a watcher of `store` whose sleeps run `acts`, one each."""
     pace = Script(*acts)
-    watcher = Watcher(str(store), str(dest), pace=pace, say=Told().append if told is None else told.append, **options)
+    url = str(store) if isinstance(store, Path) else store
+    watcher = Watcher(url, str(dest), pace=pace, say=Told().append if told is None else told.append, **options)
     pace.watcher = watcher
     return watcher, pace
 
 
-def follow(store: Path | str, dest: Path, *acts: Callable[[], object], **options: Any) -> tuple[Watcher, Script]:
+def follow(
+    store: Path | str | Store, dest: Path, *acts: Callable[[], object], **options: Any
+) -> tuple[Watcher, Script]:
     """Let a watcher run until the acts are played; returns it ended."""
     watcher, pace = start(store, dest, *acts, **options)
     watcher.run()
