@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import make_cases
+import numpy as np
 import pytest
 from faults import FaultStore
 
+from deltackpt import Publisher
 from deltackpt.errors import FormatError
 from deltackpt.folder import CheckpointTarget
 from deltackpt.follow import Follower
@@ -52,3 +55,38 @@ def test_broken_manifest_keeps_nobody_from_a_version_that_was_seen_before_it(roo
             follower.prepare()
         with pytest.raises(FormatError):
             follower.prepare(3)
+
+
+def catch_up(root: Path, requests: int) -> list[str]:
+    """Bring a follower from version 0 to 50 at once; returns what was asked of the store, which likes `requests`."""
+    weights = np.zeros(4096, np.float32)
+    with contextlib.closing(Publisher(str(root / "store"), run_id="r", anchors=False)) as publisher:
+        for version in range(51):
+            weights[version::64] += 1
+            publisher.publish({"w": weights})
+            if version == 0:
+                with Follower(str(root / "store"), CheckpointTarget(root / "dest")) as first:
+                    seed = first.prepare()
+                    assert seed is not None
+                    seed.apply()
+    store = FaultStore(LocalStore(root / "store"))
+    store.requests = requests
+    with Follower(store, CheckpointTarget(root / "dest")) as follower:
+        follower.reader.load(since=0)
+        prepared = follower.prepare()
+        assert prepared is not None
+        assert (prepared.apply(), len(prepared.plan.steps)) == (50, 50)
+    return store.operations
+
+
+@pytest.mark.parametrize("requests", [0, 12])
+def test_catching_up_over_fifty_versions_is_one_request_a_manifest_and_one_a_payload(
+    tmp_path: Path, requests: int
+) -> None:
+    asked = catch_up(tmp_path, requests)
+    assert sorted(line for line in asked if "manifests/" in line) == [f"get {manifest_key(v)}" for v in range(52)]
+    payload = [line for line in asked if "data/" in line]
+    assert sorted(line.split("/")[1][:20] for line in payload) == [f"{v:020d}" for v in range(1, 51)]
+    assert {line.split(" ")[0] for line in payload} == {"get"}
+    rest = [line for line in asked if "manifests/" not in line and "data/" not in line]
+    assert len(rest) == len(set(rest)) == 4, rest

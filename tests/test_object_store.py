@@ -6,6 +6,7 @@ import contextlib
 import json
 import secrets
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +17,20 @@ from typing import Any
 import make_cases
 import pytest
 from helpers import cli_good, cli_run, errors, exact, expected, holds, recorded, visible
+from processes import Server as Children
 from servers import BUCKET, ENVIRONMENT, Fault, Proxy, Server, proxy
+from watching import Hiding, Told, follow
 
 from deltackpt import probe
-from deltackpt.errors import AlreadyExists, ConfigError, DeltaError, IntegrityError, Unavailable
+from deltackpt.anchor import make_anchor
+from deltackpt.errors import AlreadyExists, Busy, ChainError, ConfigError, DeltaError, IntegrityError, Unavailable
 from deltackpt.folder import CheckpointTarget
 from deltackpt.follow import Follower
 from deltackpt.probe import flaws
+from deltackpt.prune import prune_store
 from deltackpt.publish import publish_folder
 from deltackpt.reader import Reader
-from deltackpt.store import Retrying, Store, open_remote, open_store
+from deltackpt.store import Retrying, Store, open_remote, open_store, read
 
 CLIENTS = ("s3", "fsspec+s3")
 P19_ROUNDS = {"s3": 37, "fsspec+s3": 13}
@@ -490,7 +495,7 @@ def test_idle_poll_is_one_request_and_no_listing(trial: Trial, chain: Path, tmp_
         trial.faults.reset()
         for _ in range(5):
             assert follower.prepare() is None
-        assert [line.split(" ")[0] for line in trial.faults.requests] == ["HEAD"] * 5
+        assert [line.split(" ")[0] for line in trial.faults.requests] == ["GET"] * 5
         assert all(line.endswith("/manifests/00000000000000000001.json") for line in trial.faults.requests)
 
 
@@ -634,3 +639,204 @@ def test_slow_store_is_waited_for(trial: Trial, chain: Path, tmp_path: Path) -> 
     publish(trial.store(), chain / "v0")
     assert pull(trial.store(), tmp_path / "dest") == 0
     exact(tmp_path / "dest", expected(chain), 0)
+
+
+# ---------------------------------------------------------------- followers of a bucket
+
+
+def data_key(bucket: Bucket, version: int) -> str:
+    """Return the key of a version's first shard."""
+    return bucket.objects(f"data/{version:020d}-")[0]
+
+
+def flip(bucket: Bucket, version: int) -> None:
+    """Change one byte of a version's first shard, or change it back."""
+    key, store = data_key(bucket, version), open_store(bucket.url)
+    raw = bytearray(read(store, key, limit=1 << 20))
+    raw[-1] ^= 1
+    store.put(key, [raw], if_absent=False)
+
+
+def test_p21_payload_that_shows_late_is_waited_for(
+    bucket: Bucket, cases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root, told, hidden = cases("p21_manifest_before_shards"), Told(), list[str]()
+    expect, dest = expected(root), tmp_path / "dest"
+    publish(bucket, root / "v0")
+
+    def show_manifest_only() -> None:
+        hidden.append("data/00000000000000000001-")
+        publish(bucket, root / "v1", base=str(root / "v0"))
+
+    acts = [show_manifest_only, lambda: exact(dest, expect, 0), hidden.clear, lambda: None]
+    watcher, _ = follow(bucket.url, dest, *acts, mode="replace", told=told, wrap=lambda s: Hiding(s, hidden))
+    assert told.lines("error")
+    assert all("data/00000000000000000001-" in line for line in told.lines("error"))
+    assert (watcher.state.applied, watcher.state.last_error) == (1, None)
+    exact(dest, expect, 1)
+
+
+class Meanwhile:
+    """A store that does something once, when a key that begins so is about to be read."""
+
+    def __init__(self, store: Store, prefix: str, act: Callable[[], object]) -> None:
+        self.store, self.prefix, self.acts = store, prefix, [act]
+        self._lock = threading.Lock()
+
+    def get(self, key: str, out: memoryview) -> int:
+        with self._lock:
+            if key.startswith(self.prefix) and self.acts:
+                self.acts.pop()()
+        return self.store.get(key, out)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_p22_reader_whose_way_is_pruned_gets_there_by_the_newer_anchor(
+    bucket: Bucket, cases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root, dest = cases("p22_prune_race"), tmp_path / "dest"
+    for version in range(9):
+        publish(bucket, root / f"v{version}", base=str(root / f"v{version - 1}") if version else None)
+    pull(bucket, dest, 2)
+    store = open_store(bucket.url)
+
+    def meanwhile() -> None:
+        make_anchor(store, 7)
+        prune_store(store, keep=2, dry_run=False, grace_s=0.0)
+        assert {int(key.split("/")[1][:20]) for key in bucket.objects("data/")} == {7, 8}
+
+    slow: Any = Meanwhile(open_store(bucket.url), "data/00000000000000000005-", meanwhile)
+    with Follower(slow, CheckpointTarget(str(dest)), threads=1) as follower:
+        prepared = follower.prepare()
+        assert prepared is not None
+        assert (prepared.plan.anchor, [step.version for step in prepared.plan.steps]) == (7, [8])
+        prepared.apply()
+    exact(dest, expected(root), 8)
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_p24_of_four_copies_pulled_at_once_the_damaged_one_is_named_and_the_others_are_exact(
+    where: str, bucket: Bucket, cases: Callable[[str], Path]
+) -> None:
+    root = cases("p24_rank_failure")
+    expect, url = expected(root), bucket.url if where == "bucket" else str(root / "store")
+    for version in (0, 1):
+        publish(url, root / f"v{version}")
+
+    def run(rank: int) -> int | DeltaError | None:
+        try:
+            return pull(url, root / f"rank{rank}")
+        except DeltaError as exc:
+            return exc
+
+    before = make_cases.tree_digest(root / "rank2")
+    with ThreadPoolExecutor(4) as pool:
+        ended = list(pool.map(run, range(4)))
+    failed = ended.pop(2)
+    assert ended == [1, 1, 1]
+    assert isinstance(failed, ChainError)
+    assert f"{root}/rank2 holds no version of this store" in str(failed)
+    assert make_cases.tree_digest(root / "rank2") == before
+    assert pull(url, root / "rank2", reseed=True) == 1
+    for rank in range(4):
+        exact(root / f"rank{rank}", expect, 1)
+
+
+def test_p40_of_two_pulls_at_once_one_works(bucket: Bucket, cases: Callable[[str], Path], tmp_path: Path) -> None:
+    root = cases("p40_overlap_lock")
+    for version in range(3):
+        publish(bucket, root / f"v{version}", base=str(root / f"v{version - 1}") if version else None)
+    for number in range(5):
+        dest, barrier = tmp_path / str(number), threading.Barrier(2)
+
+        def run(_: int, dest: Path = dest, barrier: threading.Barrier = barrier) -> int | DeltaError | None:
+            barrier.wait(30)
+            try:
+                return pull(bucket, dest)
+            except Busy as exc:
+                return exc
+
+        with ThreadPoolExecutor(2) as pool:
+            ended = list(pool.map(run, range(2)))
+        assert ended.count(2) == 1, ended
+        assert all(end in (2, None) or "is held by another process" in str(end) for end in ended)
+        exact(dest, expected(root), 2)
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
+    warm = Children(tmp_path_factory.mktemp("children"))
+    yield warm
+    warm.close()
+
+
+def test_p40_a_killed_pull_blocks_nobody(
+    bucket: Bucket, cases: Callable[[str], Path], children: Children, tmp_path: Path
+) -> None:
+    root, dest = cases("p40_overlap_lock"), tmp_path / "dest"
+    for version in range(3):
+        publish(bucket, root / f"v{version}", base=str(root / f"v{version - 1}") if version else None)
+    pull(bucket, dest, 1)
+    there = ENVIRONMENT | {"AWS_ENDPOINT_URL": bucket.server.endpoint}
+    killed = children.run("pull", bucket.url, dest, **there, FAULT="replace:2:KILL", FAULT_MATCH=str(dest))
+    assert killed.exit_code == -signal.SIGKILL, killed.text
+    assert recorded(dest) is None
+    assert pull(bucket, dest) in (2, None)
+    exact(dest, expected(root), 2)
+
+
+def test_p33_without_locks_nothing_is_pulled(bucket: Bucket, cases: Callable[[str], Path], children: Children) -> None:
+    root = cases("p33_no_flock_exdev")
+    for version in (0, 1):
+        publish(bucket, root / f"v{version}")
+    there = ENVIRONMENT | {"AWS_ENDPOINT_URL": bucket.server.endpoint}
+    before = make_cases.tree_digest(root / "local")
+    child = children.run("pull", bucket.url, root / "local", **there, FAULT="flock:*:ENOLCK")
+    assert child.exit_code == ConfigError.exit_code, child.text
+    assert "--lock" in child.text
+    assert make_cases.tree_digest(root / "local") == before
+    name = make_cases.shard_name(1, 2)
+    child = children.run("pull", bucket.url, root / "local", **there, FAULT="replace:1:EXDEV", FAULT_MATCH=name)
+    assert child.exit_code == 0, child.text
+    exact(root / "local", expected(root), 1)
+
+
+def test_p41_bad_payload_and_a_failing_hook_are_logged_and_survived(
+    bucket: Bucket, cases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root, told, dest = cases("p41_watch_survives"), Told(), tmp_path / "dest"
+    expect = expected(root)
+
+    def publish_next(version: int) -> Callable[[], object]:
+        return lambda: publish(bucket, root / f"v{version}", base=str(root / f"v{version - 1}"))
+
+    def bad_v2() -> None:
+        publish_next(2)()
+        flip(bucket, 2)
+
+    def repair_after_two_failures() -> bool:
+        if len(told.lines("error")) < 2:
+            return False
+        flip(bucket, 2)
+        return True
+
+    def holding(version: int) -> Callable[[], None]:
+        return lambda: exact(dest, expect, version)
+
+    publish(bucket, root / "v0")
+    publish_next(1)()
+    hook = (
+        f'echo "$DELTACKPT_VERSION" >>{root}/hooks; [ $DELTACKPT_VERSION != 3 ] || [ $(grep -c 3 {root}/hooks) != 1 ]'
+    )
+    acts = [
+        bad_v2, repair_after_two_failures, holding(2), publish_next(3), holding(3), publish_next(4), holding(4),
+    ]  # fmt: skip
+    watcher, _ = follow(bucket.url, dest, *acts, mode="replace", command=hook, told=told)
+    errors = told.lines("error")
+    assert [("version 2 cannot be had" in line, "the hook (--exec) for version 3 " in line) for line in errors] == [
+        (True, False), (True, False), (False, True)
+    ]  # fmt: skip
+    assert (root / "hooks").read_text().split() == ["1", "2", "3", "3", "4"]
+    assert (watcher.state.applied, watcher.state.last_error, watcher.state.failures) == (4, None, 3)

@@ -111,7 +111,7 @@ def test_idle_poll_of_a_channel_is_one_request_and_no_listing(run: Run) -> None:
         return seen[0]
 
     def look() -> None:
-        assert seen[0].operations == ["size channels/eval/00000000000000000001.json"]
+        assert seen[0].operations == ["get channels/eval/00000000000000000001.json"]
         seen[0].operations.clear()
 
     set_channel(open_store(run.store), "eval", 1)
