@@ -20,15 +20,16 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 from fileserver import Server, serving
+from safetensors.numpy import save_file
 from weed import BUCKET, environment, seaweedfs
 
-from deltackpt import Publisher
+from deltackpt import CheckpointTarget, Follower, Publisher, publish_folder
 from deltackpt.fsspecstore import FsspecStore
 from deltackpt.obstorestore import ObstoreStore
 from deltackpt.reader import requests
 from deltackpt.remote import REQUESTS, parse
 from deltackpt.store import LocalStore, Retrying, Store
-from deltackpt.watch import Pace, Watcher
+from deltackpt.watch import Event, Pace, Watcher
 
 OBJECT = 32 << 20
 CHUNK = 16 << 20
@@ -363,7 +364,7 @@ def idle(work: Path, followers: int) -> Iterator[Line]:
         calls, seconds = _simulate(watchers, store, clock, 20 * poll_s)
         clock.close()
         month = calls.total() / seconds * MONTH_S
-        other = calls.total() - calls["size", "manifests"]
+        other = calls.total() - calls["get", "manifests"]
         yield Line(f"{followers} idle, {poll_s:g} s: requests a month", month / 1e6, "million")
         yield Line(f"{followers} idle, {poll_s:g} s: other than a look for the next", other, "requests", "0")
         yield Line(f"{followers} idle, {poll_s:g} s: dollars a month", month * GET_USD, "USD")
@@ -421,11 +422,99 @@ def catch_up(work: Path, behind: int) -> Iterator[Line]:
     if state.applied != behind:
         raise AssertionError(f"the follower is at {state.applied}")
     calls = counted.calls
-    yield Line(f"over {behind} versions: payload reads", calls["read_into", "data"], "", f"{behind}")
+    payload = calls["get", "data"] + calls["read_into", "data"]
+    yield Line(f"over {behind} versions: payload reads", payload, "", f"{behind}")
     yield Line(f"over {behind} versions: apply passes", state.applies, "", "1")
     yield Line(f"over {behind} versions: all requests", calls.total(), "")
     yield Line(f"over {behind} versions: listings", sum(n for (kind, _), n in calls.items() if kind == "keys"), "")
     yield Line(f"over {behind} versions of 4 MiB: wall clock", seconds, "s")
+
+
+# ---------------------------------------------------------------- publish, pull and watch
+
+
+def whole(work: Path) -> Iterator[Line]:
+    """Publish and pull a version in which every value is another one: as much is stored as there is to compare."""
+    rng = np.random.default_rng(2)
+    folders = [work / "a", work / "b"]
+    for folder in folders:
+        folder.mkdir()
+        save_file({f"t{i}": rng.integers(0, 1 << 16, 16 << 20, np.uint16) for i in range(8)}, folder / "m.safetensors")
+    store, dest = str(work / "store"), CheckpointTarget(str(work / "dest"))
+    spent: dict[str, list[float]] = {"publish": [], "pull": []}
+    with Follower(store, dest) as follower:
+        for number in range(5):
+            wall = time.process_time()
+            manifest = publish_folder(
+                str(folders[number % 2]), store, run_id="r", anchors=False,
+                base=str(folders[1 - number % 2]) if number else None,
+            )  # fmt: skip
+            spent["publish"].append(time.process_time() - wall)
+            wall = time.process_time()
+            prepared = follower.prepare()
+            assert prepared is not None
+            prepared.apply()
+            spent["pull"].append(time.process_time() - wall)
+    for name, seconds in spent.items():
+        # The first has no delta, the second loads the kernels.
+        cpu = statistics.median(seconds[2:]) / manifest.totals.stored * 1e9
+        yield Line(f"a whole {name}, all changed: process CPU", cpu, "s/GB", "< 1")
+
+
+def latency(work: Path) -> Iterator[Line]:
+    """Publish to SeaweedFS at odd moments while a watcher polls it, each in a thread of its own."""
+    poll_s, staged = 0.2, dict[int, tuple[float, float]]()
+
+    def say(event: Event) -> None:
+        if event.name == "applied":
+            stage, apply = (cast(float, event.fields[name]) / 1e3 for name in ("stage_ms", "apply_ms"))
+            staged[cast(int, event.fields["version"])] = (time.time() - apply, stage)
+
+    with seaweedfs(work / "weed") as endpoint, environment(endpoint, work / "state"):
+        url, weights, waits = f"s3://{BUCKET}/run", np.zeros(1 << 20, np.float32), list[tuple[float, float]]()
+        with contextlib.closing(Publisher(url, run_id="bench", anchors=False)) as publisher:
+            publisher.publish({"w": weights})
+            watcher = Watcher(url, str(work / "dest"), poll_s=poll_s, say=say)
+            thread = threading.Thread(target=watcher.run)
+            thread.start()
+            try:
+                for number in range(1, 31):
+                    weights[number::64] += 1
+                    publisher.publish({"w": weights})
+                    committed = time.time()
+                    time.sleep(0.5 + 0.013 * number)
+                    done, transfer = staged[number]
+                    waits.append((done - committed, transfer))
+            finally:
+                watcher.terminate()
+                thread.join(60)
+    totals, transfers_s = ([one[i] for one in waits] for i in (0, 1))
+    yield Line("commit to staged, polls of 0.2 s, SeaweedFS: median", 1e3 * statistics.median(totals), "ms")
+    yield Line("commit to staged: fetching, checking and decoding, median", 1e3 * statistics.median(transfers_s), "ms")
+    more = max(total - transfer - 1.25 * poll_s for total, transfer in waits)
+    yield Line("commit to staged: beyond the longest poll interval and that, worst of 30", 1e3 * more, "ms", "< 50")
+
+
+def steady(work: Path, versions: int) -> Iterator[Line]:
+    """Publish many versions to SeaweedFS and follow each, all in this process, which must not grow."""
+    with seaweedfs(work / "weed") as endpoint, environment(endpoint, work / "state"):
+        url, weights, seen = f"s3://{BUCKET}/run", np.zeros(1 << 16, np.float32), dict[int, tuple[float, int]]()
+        with (
+            contextlib.closing(Publisher(url, run_id="bench", anchors=False)) as publisher,
+            contextlib.closing(Watcher(url, str(work / "dest"), poll_s=0.01)) as watcher,
+        ):
+            for number in range(versions + 1):
+                weights[number % 1024 :: 1024] += 1
+                publisher.publish({"w": weights})
+                watcher.step()
+                if watcher.state.applied != number:
+                    raise AssertionError(watcher.state.last_error)
+                if number in (versions // 10, versions):
+                    pages = int(Path("/proc/self/statm").read_text().split()[1])
+                    seen[number] = (pages * os.sysconf("SC_PAGE_SIZE") / 1e6, len(os.listdir("/proc/self/fd")))
+    (early, few), (late, many) = seen[versions // 10], seen[versions]
+    yield Line(f"{versions} versions followed one by one: memory added after {versions // 10}", late - early, "MB")
+    yield Line(f"{versions} versions: descriptors added after {versions // 10}", many - few, "", "0")
 
 
 def store_lines(work: Path, repeats: int, mib: int) -> Iterator[Line]:
@@ -437,6 +526,9 @@ def store_lines(work: Path, repeats: int, mib: int) -> Iterator[Line]:
         lambda folder: idle(folder, 1000),
         leases,
         lambda folder: catch_up(folder, 50),
+        whole,
+        latency,
+        lambda folder: steady(folder, 500),
     ]
     for part in parts:
         with tempfile.TemporaryDirectory(dir=work) as folder:
