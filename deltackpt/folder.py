@@ -159,8 +159,13 @@ class CheckpointTarget:
             return
         try:
             if not os.path.isdir(self.path):
-                os.makedirs(self.path)
-                self._made = True
+                try:
+                    os.makedirs(self.path)
+                    self._made = True
+                except FileExistsError:
+                    # Made by another one at the same moment; a file in its place is said below.
+                    if not os.path.isdir(self.path):
+                        raise
             # Also where nothing would have to be written: "up to date" must not hide that the next pull will fail.
             for folder in (self.path, self._own()):
                 if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):

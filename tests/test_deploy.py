@@ -213,6 +213,11 @@ def may(role: str, action: str, key: str) -> bool:
 
 
 COMMIT, SHARD, LEASE, RECORD = "manifests/0.json", "data/0-a/0", "followers/a.json", "pruned/0.json"
+WRITTEN = [
+    "store.json", COMMIT, SHARD, "anchors/0.json", "layouts/a.json", "placements/a.json", "partitions/a.json",
+    "files/a", "channels/eval/0.json", "probe/a/0",
+]  # fmt: skip
+"""What a publisher has to write: a key that is missing here fails in the first bucket with a policy."""
 
 
 @pytest.mark.parametrize(
@@ -233,6 +238,12 @@ def test_role_may_do_what_it_needs_and_no_more(
     assert [k for k in keys if may(role, "DeleteObject", k)] == removes
 
 
+def test_who_writes_first_may_probe_the_server_and_clean_up_after_it() -> None:
+    assert [k for k in WRITTEN if not may("publisher", "PutObject", k)] == []
+    for role in ("publisher", "janitor"):
+        assert [may(role, action, "probe/a/0") for action in ("PutObject", "GetObject", "DeleteObject")] == [True] * 3
+
+
 def test_reader_may_list_so_that_what_is_not_there_is_seen_to_be_not_there() -> None:
     for role in ("publisher", "reader", "janitor"):
         assert any("s3:ListBucket" in s["Action"] for s in policy(role)), role
@@ -247,5 +258,5 @@ def test_publisher_cannot_overwrite_a_manifest() -> None:
 
 def test_lifecycle_removes_no_data() -> None:
     rules = json.loads((DEPLOY / "s3" / "lifecycle.json").read_text())["Rules"]
-    assert [r["Filter"]["Prefix"] for r in rules if "Expiration" in r] == ["run7/followers/"]
+    assert [r["Filter"]["Prefix"] for r in rules if "Expiration" in r] == ["run7/followers/", "run7/probe/"]
     assert [r["AbortIncompleteMultipartUpload"] for r in rules if "Expiration" not in r] == [{"DaysAfterInitiation": 2}]
