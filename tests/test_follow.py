@@ -102,7 +102,7 @@ def test_folder_that_another_pull_makes_at_the_same_moment_is_shared(
     real = os.makedirs
 
     def late(path: str, mode: int = 0o777, exist_ok: bool = False) -> None:
-        if path == str(root / "dest"):
+        if path == str(root / "dest") and not os.path.exists(path):
             os.mkdir(path)
         real(path, mode, exist_ok)
 
