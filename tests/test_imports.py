@@ -18,7 +18,7 @@ ORDER = [
     "remote", "probe", "fsspecstore", "obstorestore", "store", "cache", "board", "checkpoint", "backend", "cuda",
     "reader", "folder", "tensors", "ids", "live", "places", "scatter", "planned", "follow", "replica", "vllm",
     "writer", "anchor", "publish", "verify", "lease", "prune", "mirror", "ledger", "engine", "watch", "control",
-    "weightv", "export", "ingest", "baselines", "bench", "cli", "cli_fleet", "cli_store", "cli_compat",
+    "weightv", "export", "ingest", "callbacks", "baselines", "bench", "cli", "cli_fleet", "cli_store", "cli_compat",
 ]  # fmt: skip
 """Each module imports only modules to its left."""
 
