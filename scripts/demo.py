@@ -373,22 +373,28 @@ def _end(_number: int, _frame: object) -> None:
 @click.option("--lr", type=float, default=1e-6, show_default=True, help="AdamW's learning rate.")
 @click.option("--store", type=Path, help="A new or empty folder; by default a temporary one.")
 @click.option("--s3", is_flag=True, help="Through a real S3 server on this host, with a watcher that is killed once.")
-def main(steps: int, lr: float, store: Path | None, s3: bool) -> None:
+@click.option("--engine", type=click.Choice(("transformers",)), help="The second process generates text all the time.")
+def main(steps: int, lr: float, store: Path | None, s3: bool, engine: str | None) -> None:
     """Fine-tune a small real model, publish every step, follow it from a second process."""
+    from demo_engine import EngineError, through_transformers
     from weed import NotStarted
 
     from deltackpt import DeltaError
 
     if s3 and store is not None:
         raise click.UsageError("--s3 has its own store; leave --store out")
+    if engine is not None and (s3 or store is not None):
+        raise click.UsageError("--engine has its own store; leave --store and --s3 out")
     # So that what was started is stopped.
     signal.signal(signal.SIGTERM, _end)
     try:
-        if s3:
+        if engine is not None:
+            through_transformers(steps=steps, lr=lr)
+        elif s3:
             through_s3(steps=steps, lr=lr)
         else:
             through_folder(store, steps=steps, lr=lr)
-    except (DeltaError, DemoError, NotStarted, OSError) as exc:
+    except (DeltaError, DemoError, EngineError, NotStarted, OSError) as exc:
         raise click.ClickException(str(exc)) from exc
 
 
