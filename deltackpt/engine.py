@@ -20,6 +20,7 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
+from deltackpt.checkpoint import open_folder
 from deltackpt.errors import ConfigError, DeltaError
 from deltackpt.manifest import decode
 from deltackpt.store import store_error
@@ -73,8 +74,8 @@ class Driver(Protocol):
 
     how: str
 
-    def require_fit(self) -> None:
-        """Refuse an engine that holds what an update would leave stale."""
+    def require_fit(self, folder: str) -> None:
+        """Refuse an engine that holds what an update would leave stale, or that would load the folder wrongly."""
 
     def held(self) -> str:
         """Return the weight version that the engine says it has."""
@@ -136,7 +137,7 @@ class Engine:
         held = self._ask("asking for its version", driver.held, state)
         if owed is None and held == weight_version:
             return Loaded(held, None)
-        self._ask("asking what it serves", driver.require_fit, state)
+        self._ask("asking what it serves", lambda: driver.require_fit(folder), state)
         resume = not self._ask("asking whether it is paused", driver.paused, state) if owed is None else owed.resume
         self._ask(f"staging version {version}", lambda: driver.stage(version), state)
 
@@ -286,7 +287,7 @@ class Vllm:
         self._why_whole: str | None = None
         self.how = ""
 
-    def require_fit(self) -> None:
+    def require_fit(self, folder: str) -> None:
         """See Driver."""
         config = self._client.ask("GET", "/server_info?config_format=json", timeout_s=_WORK_S).get("vllm_config")
         if not isinstance(config, dict):
@@ -300,6 +301,8 @@ class Vllm:
         _require_draft(self._draft, found, follows=False)
         transfer = config.get("weight_transfer_config")
         self._plugged = isinstance(transfer, dict) and transfer.get("backend") == "deltackpt"
+        if not self._plugged and config.get("device_config") == {"device": "cpu"}:
+            _require_no_experts(folder)
 
     def held(self) -> str:
         """See Driver."""
@@ -388,6 +391,18 @@ class Vllm:
         self._client.ask("POST", "/resume", timeout_s=_WORK_S)
 
 
+def _require_no_experts(folder: str) -> None:
+    """Refuse what vLLM 0.32.0 loads wrongly: a CPU's kernel for experts packs them once, when it is built, and a later
+    load of the same engine leaves them as they are in the checkpoint.
+    """
+    name = next((n for n in open_folder(folder).checkpoint.layout.names if ".experts." in n), None)
+    if name is not None:
+        raise ConfigError(
+            f"vLLM on a CPU does not pack experts ({name}) when it reloads, and would give wrong tokens; start it with "
+            '--weight-transfer-config \'{"backend": "deltackpt"}\', which does'
+        )
+
+
 # ---------------------------------------------------------------- SGLang
 
 
@@ -398,7 +413,7 @@ class Sglang:
         self._client, self._kv, self._draft, self._sleep = client, kv, draft, sleep
         self.how = "loaded whole, from disk"
 
-    def require_fit(self) -> None:
+    def require_fit(self, folder: str) -> None:
         """See Driver."""
         server = self._client.ask("GET", "/server_info")
         if server.get("enable_lora") or server.get("lora_paths"):

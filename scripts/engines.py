@@ -6,6 +6,7 @@ version its tokens, its log-probabilities and vLLM's own checksums of all weight
 """
 
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -104,6 +105,9 @@ def fresh(root: Path, versions: int) -> None:
             answers.append([list(done.token_ids), own])
         (checksums,) = llm.collective_rpc("compute_weight_checksums")
         (root / f"fresh-{version}.json").write_text(json.dumps({"answers": answers, "checksums": checksums}))
+        # Its end takes down what the next one would have set up already.
+        del llm
+        gc.collect()
 
 
 # ---------------------------------------------------------------- the server
@@ -276,6 +280,9 @@ def main(
                 if process.wait(3600):
                     raise Wrong(f"fresh loads failed; see {root}/fresh.log")
             for route in routes:
+                if (kind, route) == ("qwen3-moe", "reload"):
+                    click.echo(f"{kind}, {route}: left out, the driver refuses it: vLLM does not pack experts again")
+                    continue
                 try:
                     found = follow(root, route, versions, kv)
                     click.echo(f"{kind}, {route}: every version as a fresh load; {json.dumps(found)}")

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import make_cases
+import numpy as np
 import pytest
 from engines import Double, Fault, PluginDouble, SglangDouble, VllmDouble, serving
 from helpers import cli_run
+from safetensors.numpy import save_file
 from watching import Script, Told, start
 
 from deltackpt.control import metrics
@@ -306,6 +308,23 @@ def test_n_gram_speculation_is_no_draft_model(tmp_path: Path) -> None:
         double.config["speculative_config"] = {"method": "ngram", "draft_model_config": None}
         driven(double, tmp_path).reach(1, "l.1.d", folder(tmp_path, 1))
         require_at(double, tmp_path, 1)
+
+
+def test_experts_on_a_cpu_need_the_plug_in(tmp_path: Path) -> None:
+    names = ["model.layers.0.mlp.experts.0.up_proj.weight", "model.norm.weight"]
+    with serving(VllmDouble()) as double:
+        assert isinstance(double, VllmDouble)
+        double.config["device_config"] = {"device": "cpu"}
+        for version, held in ((1, names[1:]), (2, names)):
+            made = Path(folder(tmp_path, version))
+            save_file({name: np.zeros(2, np.float32) for name in held}, made / "model.safetensors")
+        driven(double, tmp_path).reach(1, "l.1.d", str(tmp_path / "v1"))
+        with pytest.raises(ConfigError, match=r"does not pack experts \(model\.layers\.0\.mlp\.experts\.0"):
+            driven(double, tmp_path).reach(2, "l.2.d", str(tmp_path / "v2"))
+        require_at(double, tmp_path, 1)
+        double.config["device_config"] = {"device": "cuda"}
+        driven(double, tmp_path).reach(2, "l.2.d", str(tmp_path / "v2"))
+        require_at(double, tmp_path, 2)
 
 
 def test_server_without_the_routes_is_a_matter_of_its_configuration(tmp_path: Path) -> None:
