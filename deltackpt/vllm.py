@@ -74,6 +74,8 @@ class DeltaEngine:
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: torch.nn.Module) -> None:
         self._vllm, self._model = vllm_config, model
+        # Now: it may be a link that moves.
+        self._started_from = os.path.realpath(vllm_config.model_config.model)
         parallel = vllm_config.parallel_config
         self._rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._follower: Follower | None = None
@@ -173,7 +175,11 @@ class DeltaEngine:
                 setting=self._setting(), state=_STATE, threads=1,
             )  # fmt: skip
             target = PlannedTarget(self._model, plan)
-            target.prove(checkpoint(self._vllm.model_config.model, layout))
+            try:
+                target.open(follower.reader)
+            except (ChainError, ConfigError):
+                # No version of the store, or parts of tensors.
+                target.prove(checkpoint(self._started_from, layout))
         except DeltaError as exc:
             self._why_not = str(exc)
             return

@@ -135,9 +135,10 @@ class Run:
         model.load_weights(load_file(root / "v0" / "model.safetensors").items())
         model.experts.quant_method.process(model.experts)
         model.experts.loaded = torch.empty(0)
+        (root / "current").symlink_to("v0")
         self.config = types.SimpleNamespace(
             parallel_config=types.SimpleNamespace(data_parallel_index=1, world_size=2, rank=1, enable_eplb=False),
-            model_config=types.SimpleNamespace(model=str(root / "v0"), dtype="torch.bfloat16", quantization=None),
+            model_config=types.SimpleNamespace(model=str(root / "current"), dtype="torch.bfloat16", quantization=None),
             device_config=types.SimpleNamespace(device_type="cpu"),
             lora_config=None,
         )
@@ -241,6 +242,7 @@ def test_worker_that_holds_no_version_asks_for_the_folder(vllm: Vllm, tmp_path: 
     other = tmp_path / "other"
     shutil.copytree(tmp_path / "v3", other)  # not published
     run.config.model_config.model = str(other)
+    run.engine = plugin.DeltaEngine(None, run.config, "cpu", run.model)
     run.engine._load(load_file(other / "model.safetensors").items())
     assert run.init()["state"] == "planned"
     report = run.stage(1)
@@ -324,7 +326,18 @@ def test_adapters_moving_experts_and_drafts_are_refused(run: Run) -> None:
     assert plugin.DeltaEngine.supports_draft_weight_update is False
 
 
-def test_start_from_a_name_of_a_hub_has_no_proof_and_no_plan(run: Run) -> None:
+def test_weights_that_are_neither_a_version_nor_in_a_folder_are_no_proof(run: Run) -> None:
     run.config.model_config.model = "org/model"
+    run.engine = plugin.DeltaEngine(None, run.config, "cpu", run.model)
+    run.engine._load(load_file(run.root / "v3" / "model.safetensors").items())
     report = run.init()
     assert (report["state"], "org/model is no local folder" in report["text"]) == ("refused", True)
+
+
+def test_engine_may_be_started_from_a_link_that_moves(run: Run) -> None:
+    (run.root / "current").unlink()
+    (run.root / "current").symlink_to("v1")
+    assert run.init()["state"] == "planned"
+    run.stage(1)
+    run.update(apply=1)
+    run.require(1)
