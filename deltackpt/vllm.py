@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deltackpt.errors import ChainError, ConfigError, DeltaError
+from deltackpt.errors import Busy, ChainError, ConfigError, DeltaError, StoreError
 from deltackpt.follow import Follower, Prepared
 from deltackpt.layout import Layout
 from deltackpt.planned import PlannedTarget
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 BACKEND = "deltackpt"
 T = TypeVar("T")
+_END_S = 120.0
+"""A stage that is not wanted any more ends with its reads, which have time limits of their own."""
 _STATE = ("*kv_cache*",)
 """Live tensors that are working memory."""
 
@@ -97,16 +99,15 @@ class DeltaEngine:
         Raises ConfigError for what would go stale: adapters, and experts that are moved while it runs.
         """
         self._require_alone()
-        known = self._info is not None and self._info.store == info.store
-        self._info = info
-        if not known:
+        if self._info is None or self._info.store != info.store:
             from vllm.config import set_current_vllm_config
 
             self._join()
-            self._staged, self._target, self._why_not = None, None, None
+            self._info, self._staged, self._target, self._why_not = None, None, None, None
             self._follower = Follower(info.store, _Nothing())
             with set_current_vllm_config(self._vllm):
                 self._plan(self._follower, info)
+        self._info = info
         if self._target is None:
             self._report(info.token, "refused", self._why_not or "")
         else:
@@ -146,8 +147,8 @@ class DeltaEngine:
         """Nothing is pending after an update."""
 
     def shutdown(self) -> None:
-        """Let a stage end; what it staged is forgotten with the process."""
-        self._join()
+        """Forget what is staged; a thread that stages ends with the process."""
+        self._staged = None
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -180,6 +181,8 @@ class DeltaEngine:
             except (ChainError, ConfigError):
                 # No version of the store, or parts of tensors.
                 target.prove(checkpoint(self._started_from, layout))
+        except StoreError:
+            raise  # the next call may see more
         except DeltaError as exc:
             self._why_not = str(exc)
             return
@@ -219,8 +222,10 @@ class DeltaEngine:
         assert head is not None
         layout = self._follower.reader.layout(head.manifest.layout)
         self._load(checkpoint(path, layout))
-        if self._target is not None:
+        if self._target is not None and self._target.plan.layout.digest == layout.digest:
             self._target.prove(checkpoint(path, layout))
+        elif self._target is not None:
+            self._info = None  # other tensors than before: plan again
 
     # ------------------------------------------------------------ versions
 
@@ -235,7 +240,7 @@ class DeltaEngine:
             # What the worker holds may be newer than all that was read of the store so far.
             follower.reader.refresh()
             prepared = follower.prepare(version)
-        except ChainError as exc:
+        except (ChainError, ConfigError) as exc:
             self._report(token, "reload", str(exc))
         except Exception as exc:  # told to the sidecar, which decides
             self._report(token, "failed", f"{type(exc).__name__}: {exc}")
@@ -254,9 +259,11 @@ class DeltaEngine:
             prepared.apply()
 
     def _join(self) -> None:
-        """Wait for the thread: it ends with its reads, each of which has a time limit of its own."""
+        """Wait for the thread to end: nothing may change under it."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_END_S)
+            if self._thread.is_alive():
+                raise Busy(f"a version is still being staged after {_END_S:.0f} s; try again")
             self._thread = None
 
     def _report(self, token: str, state: str, text: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltackpt import vllm as plugin
-from deltackpt.errors import ConfigError
+from deltackpt.errors import ConfigError, Unavailable
 from deltackpt.publish import publish_folder
 
 
@@ -182,7 +182,7 @@ class Run:
 def run(vllm: Vllm, tmp_path: Path) -> Iterator[Run]:
     made = Run(tmp_path, Model())
     yield made
-    made.engine.shutdown()
+    made.engine._join()
 
 
 def test_registering_twice_is_registering_once(vllm: Vllm) -> None:
@@ -332,6 +332,17 @@ def test_weights_that_are_neither_a_version_nor_in_a_folder_are_no_proof(run: Ru
     run.engine._load(load_file(run.root / "v3" / "model.safetensors").items())
     report = run.init()
     assert (report["state"], "org/model is no local folder" in report["text"]) == ("refused", True)
+
+
+def test_store_that_cannot_be_read_is_no_reason_for_loading_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(*_: object) -> int:
+        raise Unavailable("injected: no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(plugin.PlannedTarget, "open", down)
+        with pytest.raises(Unavailable):
+            run.init()
+    assert run.init()["state"] == "planned"
 
 
 def test_engine_may_be_started_from_a_link_that_moves(run: Run) -> None:
