@@ -8,7 +8,8 @@ each begins after the one before has ended. Every box lies in one tensor on both
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -125,78 +126,120 @@ class PlaceMap:
             raise FormatError("a place map has boxes that overlap")
 
 
-def compress(source: I64, live: I64, count: I64, tensor: I64, row: I64) -> list[PlaceMap]:
-    """Return place maps for runs: `count` consecutive source elements that are consecutive in live memory too.
+@dataclass(frozen=True)
+class Runs:
+    """Runs of consecutive source elements that are `step` apart in live memory; each in one tensor on both sides.
 
-    The first map has a place for every source element that has any; the others further copies. tensor, row: where each
-    run lies, in the checkpoint and in the live layout; runs lie in one of each.
+    source, live: first element of each; tensor: of the checkpoint; row: of the live layout.
     """
-    order = np.argsort(source, kind="stable")
-    source, live, count, tensor, row = (a[order] for a in (source, live, count, tensor, row))
-    if (source[1:] < np.maximum.accumulate(source + count)[:-1]).any():
-        source, live, count, tensor, row = _cut(source, live, count, tensor, row)
+
+    source: I64
+    live: I64
+    count: I64
+    step: I64
+    tensor: I64
+    row: I64
+
+    def take(self, which: I64 | Mask) -> Runs:
+        """Return some of them."""
+        return Runs(*(a[which] for a in vars(self).values()))
+
+    def moved(self, numbering: Numbering, row: int) -> Runs:
+        """Return runs in a live row that is alone as runs in that row of a live layout."""
+        return replace(self, live=self.live + numbering.of_tensor[row], row=np.full_like(self.row, row))
+
+    @staticmethod
+    def join(runs: Sequence[Runs]) -> Runs:
+        """Return all of them."""
+        nothing = np.empty(0, np.int64)
+        return Runs(*(np.concatenate([nothing, *(getattr(r, f.name) for r in runs)]) for f in fields(Runs)))
+
+
+def runs_of(elements: I64, live: I64, numbering: Numbering) -> Runs:
+    """Return the runs in one live row. elements: of the checkpoint, where each is: `live`, sorted."""
+    order = np.argsort(elements, kind="stable")
+    if (np.diff(elements[order]) > 0).all():
+        elements, live = elements[order], live[order]
+    # Else there are several copies, which would take turns; they are cut as they lie in live memory.
+    owner = numbering.owner(elements)
+    step = np.diff(live)
+    hard = np.concatenate(([True], (np.diff(elements) != 1) | (np.diff(owner) != 0)))
+    starts, count = _series(hard, np.zeros_like(elements), step)
+    steps = (
+        np.where(count > 1, step[np.minimum(starts, max(0, len(step) - 1))], 1) if len(step) else np.ones_like(starts)
+    )
+    return Runs(elements[starts], live[starts], count, steps, owner[starts], np.zeros_like(starts))
+
+
+def compress(runs: Runs) -> list[PlaceMap]:
+    """Return place maps for runs.
+
+    The first map has a place for every source element that has any; the others further copies.
+    """
+    runs = runs.take(np.argsort(runs.source, kind="stable"))
+    if (runs.source[1:] < np.maximum.accumulate(runs.source + runs.count)[:-1]).any():
+        runs = _cut(runs)
     # Runs of equal source are equal in length now: copies of the same elements.
-    new = np.concatenate(([True], source[1:] != source[:-1])) if len(source) else np.empty(0, bool)
-    begin = np.maximum.accumulate(np.where(new, np.arange(len(source)), 0)) if len(source) else source
-    copy = np.arange(len(source)) - begin
-    return [
-        _boxes(*(a[copy == n] for a in (source, live, count, tensor, row))) for n in range(int(copy.max(initial=0)) + 1)
-    ]
+    new = np.diff(runs.source, prepend=-1) != 0
+    copy = np.arange(len(new)) - np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
+    return [_boxes(runs.take(copy == n)) for n in range(int(copy.max(initial=0)) + 1)]
 
 
-def _cut(source: I64, live: I64, count: I64, tensor: I64, row: I64) -> tuple[I64, I64, I64, I64, I64]:
+def _cut(runs: Runs) -> Runs:
     """Cut runs wherever one of them begins or ends, and sort them."""
-    marks = np.unique(np.concatenate((source, source + count)))
-    low, high = np.searchsorted(marks, source), np.searchsorted(marks, source + count)
-    pieces = high - low
-    run = np.repeat(np.arange(len(source)), pieces)
-    mark = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + np.repeat(low, pieces)
-    begin = marks[mark]
-    order = np.argsort(begin, kind="stable")
-    cut = (begin, live[run] + begin - source[run], marks[mark + 1] - begin, tensor[run], row[run])
-    source, live, count, tensor, row = (a[order] for a in cut)
-    return source, live, count, tensor, row
+    marks = np.unique(np.concatenate((runs.source, runs.source + runs.count)))
+    low = np.searchsorted(marks, runs.source)
+    pieces = np.searchsorted(marks, runs.source + runs.count) - low
+    run = np.repeat(np.arange(len(pieces)), pieces)
+    mark = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + low[run]
+    begin, old = marks[mark], runs.take(run)
+    live = old.live + (begin - old.source) * old.step
+    cut = Runs(begin, live, marks[mark + 1] - begin, old.step, old.tensor, old.row)
+    return cut.take(np.argsort(begin, kind="stable"))
 
 
-def _boxes(source: I64, live: I64, count: I64, tensor: I64, row: I64) -> PlaceMap:
+def _boxes(runs: Runs) -> PlaceMap:
     """Fold runs that follow each other in equal steps, again and again."""
-    lengths, kind = np.unique(count, return_inverse=True)
-    shapes = np.stack((lengths, np.ones_like(lengths), np.ones_like(lengths)), axis=1)[:, None, :]
-    shapes[lengths == 1, 0, 1:] = [_FAR, 0]
-    kind = kind.astype(np.int64)
+    forms, kind = _kinds(runs.count, runs.step)
+    shapes = np.stack((forms[:, 0], np.where(forms[:, 0] > 1, 1, _FAR), forms[:, 1]), axis=1)[:, None, :]
+    source, live, tensor, row = runs.source, runs.live, runs.tensor, runs.row
     while len(source) > 1:
-        starts, size, step, live_step = _fold(source, live, kind, tensor, row)
+        step, live_step = np.diff(source), np.diff(live)
+        alike = (np.diff(kind) == 0) & (np.diff(tensor) == 0) & (np.diff(row) == 0)
+        starts, size = _series(np.concatenate(([True], ~alike)), kind, step, live_step)
         if len(starts) == len(source):
             break
-        rows = np.stack((kind[starts], size, step, live_step), axis=1)
-        unique, folded = np.unique(rows, axis=0, return_inverse=True)
-        outer = unique[:, None, 1:]
-        shapes = np.concatenate((outer, shapes[unique[:, 0]]), axis=1)
-        kind, source, live = folded.reshape(-1).astype(np.int64), source[starts], live[starts]
-        tensor, row = tensor[starts], row[starts]
+        last, alone = np.minimum(starts, len(step) - 1), size == 1
+        steps = np.where(alone, _FAR, step[last]), np.where(alone, 0, live_step[last])
+        forms, folded = _kinds(kind[starts], size, *steps)
+        shapes = np.concatenate((forms[:, None, 1:], shapes[forms[:, 0]]), axis=1)
+        kind, source, live, tensor, row = folded, source[starts], live[starts], tensor[starts], row[starts]
     return PlaceMap(source, live, kind, _tight(shapes))
 
 
-def _fold(source: I64, live: I64, kind: I64, tensor: I64, row: I64) -> tuple[I64, I64, I64, I64]:
-    """Return the first boxes of series of alike boxes in equal steps, how many each has, and the two steps."""
-    alike = (np.diff(kind) == 0) & (np.diff(tensor) == 0) & (np.diff(row) == 0)
-    step, live_step = np.diff(source), np.diff(live)
-    steady = np.zeros(len(source), bool)
-    steady[2:] = alike[1:] & alike[:-1] & (np.diff(step) == 0) & (np.diff(live_step) == 0)
-    hard = np.concatenate(([True], ~alike))
+def _kinds(*columns: I64) -> tuple[I64, I64]:
+    """Return the different rows, and which of them each row is."""
+    forms, kind = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    return forms, kind.reshape(-1).astype(np.int64)
+
+
+def _series(hard: Mask, kind: I64, *steps: I64) -> tuple[I64, I64]:
+    """Return where series of equal steps begin, and how long they are. hard: where one must begin."""
+    steady = np.zeros(len(hard), bool)
+    steady[2:] = ~hard[2:] & ~hard[1:-1]
+    for step in steps:
+        steady[2:] &= np.diff(step) == 0
     start = _starts(hard, ~hard & ~steady)
-    starts, size = _series(start)
-    pair = size == 2
-    if pair.any():
+    at = np.flatnonzero(start)
+    size = np.diff(np.append(at, len(start)))
+    if (pair := size == 2).any():
         # A pair here and a pair there are no pattern: each would be a shape of its own.
-        at = starts[pair]
-        keys = np.stack((kind[at], step[at], live_step[at]), axis=1)
-        _, which, often = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
-        start[at[often[which.reshape(-1)] < _FEW] + 1] = True
-        starts, size = _series(start)
-    last = np.minimum(starts, max(0, len(step) - 1))
-    alone = size == 1
-    return starts, size, np.where(alone, _FAR, step[last]), np.where(alone, 0, live_step[last])
+        first = at[pair]
+        _, which = _kinds(kind[first], *(s[first] for s in steps))
+        start[first[np.bincount(which)[which] < _FEW] + 1] = True
+        at = np.flatnonzero(start)
+        size = np.diff(np.append(at, len(start)))
+    return at, size
 
 
 def _starts(hard: Mask, soft: Mask) -> Mask:
@@ -208,11 +251,6 @@ def _starts(hard: Mask, soft: Mask) -> Mask:
     return begun
 
 
-def _series(start: Mask) -> tuple[I64, I64]:
-    starts = np.flatnonzero(start)
-    return starts, np.diff(np.append(starts, len(start)))
-
-
 def _tight(shapes: I64) -> I64:
     """Move dimensions of extent 1 out of the way and drop those that no shape has."""
     unit = shapes[:, :, 0] == 1
@@ -220,20 +258,3 @@ def _tight(shapes: I64) -> I64:
     shapes = np.take_along_axis(shapes, order[:, :, None], axis=1)
     used = int((shapes[:, :, 0] > 1).sum(axis=1).max(initial=1))
     return np.ascontiguousarray(shapes[:, shapes.shape[1] - max(1, used) :])
-
-
-def runs_of(elements: I64, live: I64, numbering: Numbering, row: int) -> tuple[I64, I64, I64, I64, I64]:
-    """Return the runs in one live row: source, live, count, tensor, row. elements: of consecutive live ones, sorted."""
-    cut = np.flatnonzero((np.diff(elements) != 1) | (np.diff(live) != 1)) + 1
-    begin = np.concatenate(([0], cut))
-    source, count = elements[begin], np.diff(np.append(begin, len(elements)))
-    # Tensors lie back to back: a run may go on from one to the next.
-    at = np.searchsorted(numbering.first, source, side="right")
-    pieces = np.searchsorted(numbering.first, source + count - 1, side="right") - at + 1
-    run = np.repeat(np.arange(len(source)), pieces)
-    piece = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    low = np.maximum(source[run], numbering.first[at[run] - 1 + piece])
-    high = np.minimum((source + count)[run], numbering.first[at[run] + piece])
-    run, low, high = (a[high > low] for a in (run, low, high))
-    live = live[begin][run] + low - source[run]
-    return low, live, high - low, numbering.owner(low), np.full(len(low), row, np.int64)

@@ -29,7 +29,7 @@ from deltackpt.ids import Bits, Planes, torch_dtype
 from deltackpt.kernels import U8
 from deltackpt.layout import I64, Layout, element_width
 from deltackpt.live import Live, Region, View
-from deltackpt.places import Mask, Numbering, PlaceMap, compress, runs_of
+from deltackpt.places import Mask, Numbering, PlaceMap, Runs, compress, runs_of
 from deltackpt.tensors import DTYPES
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class _Piece:
     planned: int
     constant: int
     derived: int
-    runs: tuple[tuple[int, I64, I64], ...]  # width, ids as elements of the layout, elements of the row
+    runs: tuple[tuple[int, Runs], ...]  # width, and runs in a row that is alone
     problems: tuple[str, ...]
 
 
@@ -278,19 +278,16 @@ class _Decoding:
         rows = tuple(
             Row(region.name, width, region.nbytes // width)
             for region, piece in zip(self.regions, pieces, strict=True)
-            for width in sorted({w for w, _, _ in piece.runs})
+            for width in sorted({w for w, _ in piece.runs})
         )  # fmt: skip
         live = Layout([r.name for r in rows], [_UNSIGNED[r.width] for r in rows], [(r.count,) for r in rows])
         numbering = Numbering(live)
-        columns: list[list[I64]] = [[np.empty(0, np.int64)] for _ in range(5)]
-        for region, piece in zip(self.regions, pieces, strict=True):
-            for width, elements, places in piece.runs:
-                row = live.position[Row(region.name, width, 0).name]
-                found = runs_of(elements, numbering.of_tensor[row] + places, self.numbering, row)
-                for column, part in zip(columns, found, strict=True):
-                    column.append(part)
-        source, at, count, tensor, row_of = (np.concatenate(c) for c in columns)
-        maps = tuple(compress(source, at, count, tensor, row_of))
+        runs = [
+            found.moved(numbering, live.position[Row(region.name, width, 0).name])
+            for region, piece in zip(self.regions, pieces, strict=True)
+            for width, found in piece.runs
+        ]
+        maps = tuple(compress(Runs.join(runs)))
         owner = self.numbering.owner(maps[0].source)
         coverage = Coverage(
             sum(r.nbytes for r in self.regions),
@@ -319,8 +316,8 @@ class _Decoding:
             at, ids = at[ids >= 0], ids[ids >= 0]
             if len(at):
                 open_[: n * width].reshape(n, width)[at] = False
-                runs.append((width, self._elements(dtype, ids), at))
-        planned = sum(w * len(at) for w, _, at in runs)
+                runs.append((width, runs_of(self._elements(dtype, ids), at, self.numbering)))
+        planned = sum(w * int(found.count.sum()) for w, found in runs)
         derived, problems = 0, list[str]()
         if open_.any():
             for one in region.views:
