@@ -157,6 +157,8 @@ class Runs:
 
 def runs_of(elements: I64, live: I64, numbering: Numbering) -> Runs:
     """Return the runs in one live row. elements: of the checkpoint, where each is: `live`, sorted."""
+    if not len(elements):
+        return Runs.join([])
     order = np.argsort(elements, kind="stable")
     if (np.diff(elements[order]) > 0).all():
         elements, live = elements[order], live[order]
@@ -165,9 +167,8 @@ def runs_of(elements: I64, live: I64, numbering: Numbering) -> Runs:
     step = np.diff(live)
     hard = np.concatenate(([True], (np.diff(elements) != 1) | (np.diff(owner) != 0)))
     starts, count = _series(hard, np.zeros_like(elements), step)
-    steps = (
-        np.where(count > 1, step[np.minimum(starts, max(0, len(step) - 1))], 1) if len(step) else np.ones_like(starts)
-    )
+    steps = np.ones_like(starts)
+    steps[count > 1] = step[starts[count > 1]]
     return Runs(elements[starts], live[starts], count, steps, owner[starts], np.zeros_like(starts))
 
 

@@ -8,15 +8,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deltackpt.errors import ChainError, ConfigError, DeltaError, IntegrityError, Poisoned
 from deltackpt.follow import Follower
 from deltackpt.ids import ALPHABETS, Planes
 from deltackpt.layout import Layout
 from deltackpt.live import Live
+from deltackpt.places import Numbering, Runs, compress, runs_of
 from deltackpt.planned import PlannedTarget, StagedPlan
+from deltackpt.plans import ScatterPlan, load_plan, save_plan
 from deltackpt.publish import Publisher
-from deltackpt.scatter import ScatterPlan, cached_plan, load_plan, make_plan, save_plan
+from deltackpt.scatter import cached_plan, make_plan
 from deltackpt.tensors import describe
 
 torch = pytest.importorskip("torch")
@@ -773,3 +777,53 @@ def test_every_dtype_has_ordinary_values_that_decode_to_their_ids() -> None:
                 assert plane == planes.passes - 1 or (tensor.float() > 0).all()
         shown[-1] = shown[-1] ^ shown[-1].dtype.type(1)
         assert (planes.decode(dtype, shown) == -1).all()
+
+
+# ---------------------------------------------------------------- places
+
+
+def by_rows(draw: st.DrawFn, elements: Any) -> list[Any]:
+    """Lay elements out in some live rows: whole, cut, transposed, shuffled, twice, or with holes."""
+    ways = st.sampled_from(["whole", "columns", "transposed", "rows", "elements", "backwards", "holes"])
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        width = draw(st.sampled_from([1, 2, 4, 6]))
+        some = elements[: len(elements) // width * width].reshape(-1, width)
+        made, way = np.random.default_rng(draw(st.integers(0, 9))), draw(ways)
+        laid = {
+            "whole": some, "columns": some[:, width // 2 :], "transposed": some.T, "rows": made.permutation(some),
+            "elements": made.permutation(some.reshape(-1)), "backwards": some[::-1], "holes": some,
+        }[way].reshape(-1)  # fmt: skip
+        rows.append(np.where(made.random(len(laid)) < 0.3, -1, laid) if way == "holes" else laid)
+    return rows
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Layout, list[Any]]:
+    shapes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    source = Layout([f"t{i}" for i in range(len(shapes))], ["BF16"] * len(shapes), [(n,) for n in shapes])
+    return source, by_rows(draw, np.arange(sum(shapes)))
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_place_maps_have_every_place_and_no_other(case: tuple[Layout, list[Any]]) -> None:
+    source, rows = case
+    live = Layout([f"r{i}" for i in range(len(rows))], ["U16"] * len(rows), [(len(r),) for r in rows])
+    numbering, live_numbering = Numbering(source), Numbering(live)
+    found = [runs_of(r[r >= 0], np.flatnonzero(r >= 0), numbering) for r in rows]
+    runs = Runs.join([f.moved(live_numbering, i) for i, f in enumerate(found)])
+    shown = np.full(int(live_numbering.first[-1]), -1)
+    for number, one in enumerate(compress(runs)):
+        one.require_inside(numbering, live_numbering)
+        elements, places = one.expand()
+        assert len(set(elements.tolist())) == len(elements)
+        assert (shown[places] == -1).all()
+        shown[places] = elements
+        which, where = one.find(np.arange(int(numbering.first[-1])))
+        assert sorted(zip(which.tolist(), where.tolist(), strict=True)) == sorted(
+            zip(elements.tolist(), places.tolist(), strict=True)
+        )
+        if number == 0:  # has all that is anywhere
+            assert set(elements.tolist()) == {e for r in rows for e in r.tolist() if e >= 0}
+    assert shown.tolist() == [e for r in rows for e in r.tolist()]
