@@ -25,7 +25,7 @@ import numpy as np
 
 from deltackpt.board import Board, Group
 from deltackpt.digest import U64, fp_hex, sha256
-from deltackpt.errors import ChainError, Fenced, RankFailed, Unavailable
+from deltackpt.errors import ChainError, ConfigError, Fenced, RankFailed, Unavailable
 from deltackpt.follow import POLL_S, Follower, Prepared, Staging, Target
 from deltackpt.reader import Reader
 
@@ -138,6 +138,10 @@ class Replica:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        if not hasattr(follower.target, "boxes"):
+            raise ConfigError(
+                f"a {type(follower.target).__name__} cannot be taken back; expected a TensorTarget or a SliceTarget"
+            )
         self.follower, self.group = follower, group
         self._board: Board = group.board
         self._limits = {"staged": stage_s, "applied": apply_s}

@@ -21,7 +21,8 @@ from faults import FaultStore
 from helpers import REPOSITORY, raw_of, tensor_of
 
 from deltackpt.board import Board, Group, StoreBoard, serve_tcp
-from deltackpt.errors import ChainError, Fenced, IntegrityError, NotFound, RankFailed, Unavailable
+from deltackpt.errors import ChainError, ConfigError, Fenced, IntegrityError, NotFound, RankFailed, Unavailable
+from deltackpt.folder import CheckpointTarget
 from deltackpt.follow import Follower
 from deltackpt.publish import Publisher
 from deltackpt.replica import Joint, Replica, classes, disagreement, shares
@@ -237,6 +238,12 @@ def test_version_that_is_not_there_is_refused_without_a_round(ranks: Ranks) -> N
     with pytest.raises(ChainError, match="version 9 is not in the store"):
         rank.replica.prepare(9)
     assert rank.replica.group.board.get("replica/0/goal") is None
+
+
+def test_folder_is_refused(store: Path, tmp_path: Path) -> None:
+    follower = Follower(LocalStore(store), CheckpointTarget(str(tmp_path / "dest")))
+    with pytest.raises(ConfigError, match="a CheckpointTarget cannot be taken back"):
+        Replica(follower, Group(0, 1, StoreBoard(LocalStore(tmp_path / "meet"), "s")))
 
 
 def test_rank_that_does_not_apply_lets_nobody_apply(ranks: Ranks) -> None:
