@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from deltackpt.folder import CheckpointTarget
     from deltackpt.follow import Follower, Prepared, weight_version
+    from deltackpt.holding import Slice
     from deltackpt.manifest import Manifest
     from deltackpt.mirror import Mirror, mirror_store
     from deltackpt.planned import PlannedTarget
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from deltackpt.publish import Pending, Publisher, publish_folder
     from deltackpt.replica import Replica
     from deltackpt.scatter import cached_plan, make_plan
+    from deltackpt.slices import SliceTarget
     from deltackpt.store import open_store
     from deltackpt.tensors import TensorTarget
     from deltackpt.verify import verify_folder, verify_store
@@ -64,6 +66,8 @@ __all__ = [
     "RankFailed",
     "Replica",
     "SignatureError",
+    "Slice",
+    "SliceTarget",
     "StoreError",
     "TensorTarget",
     "Unavailable",
@@ -91,6 +95,8 @@ _MODULES = {
     "Prepared": "follow",
     "Publisher": "publish",
     "Replica": "replica",
+    "Slice": "holding",
+    "SliceTarget": "slices",
     "TensorTarget": "tensors",
     "Watcher": "watch",
     "cached_plan": "scatter",

@@ -540,7 +540,12 @@ def apply(
     def where(segments: Segments) -> tuple[U64, Place | None]:
         return row_addresses(segments, tensors), _strided_rows(segments, tensors)
 
-    return apply_rows(tiling, staged, where, mode=mode, threads=threads)
+    found = apply_rows(tiling, staged, where, mode=mode, threads=threads)
+    if not isinstance(tiling, Partition):
+        return found
+    total = np.zeros(len(tiling.layout.names), np.uint64)
+    np.add.at(total, tiling.boxes.tensor, found)
+    return total
 
 
 def apply_rows(
@@ -551,12 +556,13 @@ def apply_rows(
     mode: int = XOR,
     threads: int | None = None,
 ) -> U64:
-    """Apply groups to what is there of them; returns what that added to the fingerprint of each tensor.
+    """Apply groups to what is there of them; returns what that added to fingerprints, by box (tensor of a layout).
 
     where: addresses and place of some rows; see kernels.apply. Called by several threads.
     """
     jit = use_jit(tiling.layout)
-    total = np.zeros(len(tiling.layout.names), np.uint64)
+    boxes = tiling.boxes.count if isinstance(tiling, Partition) else tiling.layout.count
+    total = np.zeros(len(boxes), np.uint64)
 
     def work(item: tuple[Slice, Columns]) -> tuple[Segments, U64]:
         piece, columns = item
@@ -565,7 +571,7 @@ def apply_rows(
 
     items = ((s, g.columns) for g in staged for s in slices(tiling.groups[g.group], g.columns, PIECE))
     for segments, fp in in_order(work, items, threads):
-        np.add.at(total, segments.tensor, fp)  # a tensor may have several boxes
+        total[segments.tensor if segments.box is None else segments.box] += fp
     return total
 
 

@@ -51,6 +51,11 @@ class Step:
     version: int
     undo: bool
 
+    @property
+    def back(self) -> Step:
+        """The same delta, walked the other way."""
+        return Step(self.version, not self.undo)
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -18,6 +18,7 @@ from deltackpt.digest import U64, sha256, tensor_weight
 from deltackpt.errors import ConfigError, FormatError
 
 I64: TypeAlias = npt.NDArray[np.int64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
 TILE = 8192
 """Elements per tile."""
@@ -86,11 +87,9 @@ class Boxes:
         return count
 
     @cached_property
-    def strided(self) -> npt.NDArray[np.bool_]:
+    def strided(self) -> Mask:
         """Whether the elements of a box do not lie side by side in its tensor."""
-        found: npt.NDArray[np.bool_] = (self.extent[:, :-1] > 1).any(axis=1) | (
-            (self.extent[:, -1] > 1) & (self.stride[:, -1] != 1)
-        )
+        found: Mask = (self.extent[:, :-1] > 1).any(axis=1) | ((self.extent[:, -1] > 1) & (self.stride[:, -1] != 1))
         return found
 
 

@@ -99,7 +99,7 @@ class Partition:
         extent[:n, -1], extent[n:], stride[n:] = runs.count, cuts.extent, cuts.stride
         part = np.concatenate((runs.part, cuts.part))
         order = np.lexsort((offset, tensor, part))
-        self._part, self._cuts = part[order], cuts.given
+        self._part, self._cuts, self._cut_ranges = part[order], cuts.given, (cuts.begin, cuts.end)
         # As encoded. Of a whole tensor _end is 0; of a box _begin is -1, and _end its number among the boxes.
         self._begin = np.concatenate((runs.begin, np.full_like(cuts.part, -1)))[order]
         self._end = np.concatenate((runs.end, np.arange(len(cuts.part))))[order]
@@ -173,10 +173,35 @@ class Partition:
                 found.append((t, ((begin, end), *full[1:]) if end else full))
         return found
 
+    def ranges(self, boxes: I64, shape: I64, first: I64) -> tuple[I64, I64]:
+        """Return begin and end of some boxes in every dimension of their tensors, in stored elements.
+
+        shape: of their tensors in stored elements, (n, dimensions), missing dimensions first and 1; first: where each
+        has its first dimension. A tensor that is never cut other than by rows may be given as one dimension.
+        """
+        begin, end = np.zeros_like(shape), shape.copy()
+        axis = first[:, None]
+        row = shape.prod(axis=1) // np.take_along_axis(shape, axis, 1)[:, 0]
+        offset, stop = self.boxes.offset[boxes], self.boxes.offset[boxes] + self.boxes.count[boxes]
+        np.put_along_axis(begin, axis, (offset // row)[:, None], 1)
+        np.put_along_axis(end, axis, (stop // row)[:, None], 1)
+        cut = np.flatnonzero(self._begin[boxes] < 0)
+        if len(cut):
+            wide = min(shape.shape[1], self._cut_ranges[0].shape[1])
+            for out, of in zip((begin, end), self._cut_ranges, strict=True):
+                out[cut] = np.arange(2)[int(out is end)]
+                out[cut, -wide:] = of[self._end[boxes[cut]], -wide:]
+        return begin, end
+
+    @cached_property
+    def pair(self) -> I64:
+        """Of each box: tensor * parts + part."""
+        return self.boxes.tensor * self.parts + self._part
+
     @cached_property
     def pairs(self) -> I64:
-        """Sorted: tensor * parts + part for every tensor of which a part has a box."""
-        return np.unique(self.boxes.tensor * self.parts + self._part)
+        """Sorted: every tensor * parts + part of which there is a box."""
+        return np.unique(self.pair)
 
 
 def _part_of(layout: Layout, boxes: Iterable[tuple[int, Box | None]]) -> _Part:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ from deltackpt.chain import Entry, History, Plan, check_link, newest_with_state,
 from deltackpt.checkpoint import Checkpoint, read_header
 from deltackpt.digest import U64, fp_hex, sha256, state_fingerprint, xxh3_64
 from deltackpt.errors import ChainError, ConfigError, FormatError, IntegrityError, NotFound, StoreError
-from deltackpt.layout import Layout
+from deltackpt.layout import Layout, Mask
 from deltackpt.manifest import (
     MAX_MANIFEST,
     Anchor,
@@ -43,7 +43,7 @@ from deltackpt.manifest import (
     require_level,
 )
 from deltackpt.partition import MAX_PARTITION, Partition
-from deltackpt.shard import Frame, Index, header_length, parse_header, parse_index
+from deltackpt.shard import ALIGN, Frame, Index, header_length, parse_header, parse_index
 from deltackpt.store import LocalStore, Store, read
 
 A = TypeVar("A")
@@ -59,11 +59,15 @@ _UNSEEN = 64 << 20
 
 @dataclass(frozen=True)
 class Fetched:
-    """A shard in memory, checked against its checksums."""
+    """A shard in memory, checked against its checksums. index: frames of the groups that were read, and all changes.
+
+    data: as long as the shard; nbytes: how many of its bytes were read.
+    """
 
     shard: Shard
     index: Index
     data: memoryview = field(repr=False)
+    nbytes: int = 0
 
     def frames(self, group: int) -> list[Frame]:
         """Return the frames of a group, sorted by plane and place; they are views of `data`."""
@@ -90,8 +94,8 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shards."""
-        return sum(f.shard.nbytes for f in self.fetched)
+        """Bytes that were read."""
+        return sum(f.nbytes for f in self.fetched)
 
     def groups(self) -> Iterator[tuple[int, list[Frame]]]:
         """Yield each group's number and its frames, sorted by plane and place."""
@@ -289,11 +293,17 @@ class Reader:
 
     # ------------------------------------------------------------ deltas
 
-    def delta(self, version: int) -> Delta:
+    def delta(self, version: int, wanted: Mask | None = None) -> Delta:
         """Fetch a version's shards and check all that can be checked before decoding.
 
-        Raises NotFound when its data is gone, IntegrityError or FormatError naming version and tensors.
+        wanted: whether each group is to be fetched; then of every shard only its tables are read, and the frames of
+        these groups. Raises NotFound when its data is gone, IntegrityError or FormatError naming version and tensors.
         """
+        if wanted is not None:
+            manifest = self.manifest(version)
+            tiling = self.tiling(manifest)
+            whole = self._joined(manifest, tiling, self._fetch_tables(manifest.shards, tiling, version))
+            return replace(whole, fetched=tuple(self._fetch_groups(whole.fetched, wanted, version)))
         with closing(self.deltas([version])) as found:
             return next(found)
 
@@ -329,6 +339,49 @@ class Reader:
                 )
         return Delta(version, layout, tiling, fetched, total)
 
+    def _fetch_tables(self, shards: Sequence[Shard], tiling: Layout | Partition, version: int) -> tuple[Fetched, ...]:
+        """Read the header and the tables of shards; the rest of their memory is not touched."""
+
+        def get(shard: Shard) -> Fetched:
+            _require_size(version, shard, self.store.size(shard.key))
+            data = memoryview(np.empty(shard.nbytes, np.uint8)).cast("B")
+            self.store.read_into(shard.key, data[: shard.tensors[1]], offset=0)
+            return Fetched(shard, parse_index(shard, data, tiling), data, shard.tensors[1])
+
+        return tuple(requests(self.store, get, shards, self.threads))
+
+    def _fetch_groups(self, tables: Sequence[Fetched], wanted: Mask, version: int) -> Iterator[Fetched]:
+        """Read the frames of the groups that are wanted, each checked against its own checksum."""
+        runs: list[_Run] = []
+        chosen = []
+        for one in tables:
+            frames = one.index.frames[wanted[one.index.frames["group"]]]
+            begin = frames["offset"].astype(np.int64)
+            order = np.argsort(begin)
+            begin, end = begin[order], (begin + frames["stored"])[order]
+            # What lies side by side, but for padding, is read at once.
+            apart = np.flatnonzero(begin[1:] - end[:-1] >= ALIGN) + 1
+            for side in np.split(np.arange(len(begin)), apart) if len(begin) else []:
+                first, last = int(begin[side[0]]), int(end[side[-1]])
+                runs += [_Run(one, b, min(b + _CHUNK, last)) for b in range(first, last, _CHUNK)]
+            chosen.append((one, frames))
+
+        def get(run: _Run) -> _Run:
+            self.store.read_into(run.table.shard.key, run.table.data[run.begin : run.end], offset=run.begin)
+            return run
+
+        read_bytes = {one.shard.key: one.nbytes for one in tables}
+        with closing(requests(self.store, get, runs, self.threads)) as done:
+            for run in done:
+                read_bytes[run.table.shard.key] += run.end - run.begin
+        for one, frames in chosen:
+            found = Fetched(one.shard, Index(frames, one.index.changes), one.data, read_bytes[one.shard.key])
+            try:
+                self.check_frames(found)
+            except IntegrityError as exc:
+                raise IntegrityError(f"version {version}: {exc}; fetch it again") from exc
+            yield found
+
     def fetch(self, shard: Shard, tiling: Layout | Partition, version: int) -> Fetched:
         """Fetch one shard and check it."""
         with closing(self._fetch_all([(version, shard, tiling)])) as found:
@@ -337,16 +390,9 @@ class Reader:
     def _fetch_all(self, wanted: Sequence[tuple[int, Shard, Layout | Partition]]) -> Generator[Fetched]:
         """Fetch shards with several requests at a time; each is checked while the next ones come."""
 
-        def check(version: int, shard: Shard, nbytes: int) -> None:
-            if nbytes != shard.nbytes:
-                raise IntegrityError(
-                    f"version {version}: shard {shard.key}: {nbytes} bytes found, {shard.nbytes} expected; "
-                    "fetch it again"
-                )
-
         def look(item: tuple[int, Shard, Layout | Partition]) -> None:
             version, shard, _ = item
-            check(version, shard, self.store.size(shard.key))
+            _require_size(version, shard, self.store.size(shard.key))
 
         # Before much room is made for what a manifest claims; of small ones the first request says it.
         for _ in requests(self.store, look, [w for w in wanted if w[1].nbytes > _UNSEEN], self.threads):
@@ -361,7 +407,7 @@ class Reader:
         def get(piece: _Piece) -> _Piece:
             out = piece.data[piece.begin : piece.begin + _CHUNK]
             if piece.begin == 0:
-                check(piece.version, piece.shard, self.store.get(piece.shard.key, out))
+                _require_size(piece.version, piece.shard, self.store.get(piece.shard.key, out))
             else:
                 self.store.read_into(piece.shard.key, out, offset=piece.begin)
             return piece
@@ -375,7 +421,7 @@ class Reader:
                         f"version {version}: shard {shard.key}: checksum differs{_where(shard, data, tiling)}; "
                         "fetch it again"
                     )
-                yield Fetched(shard, parse_index(shard, data, tiling), data)
+                yield Fetched(shard, parse_index(shard, data, tiling), data, shard.nbytes)
 
     def check_frames(self, fetched: Fetched) -> None:
         """Raise IntegrityError unless every frame has its own checksum too (range reads rely on it)."""
@@ -570,6 +616,22 @@ class _Room:
         if nbytes >= _WORTH:
             weakref.finalize(lent, self._free.append, found).atexit = False
         return memoryview(lent).cast("B")
+
+
+def _require_size(version: int, shard: Shard, nbytes: int) -> None:
+    """Raise IntegrityError unless a shard is as long as the manifest says."""
+    if nbytes != shard.nbytes:
+        raise IntegrityError(
+            f"version {version}: shard {shard.key}: {nbytes} bytes found, {shard.nbytes} expected; fetch it again"
+        )
+
+
+class _Run(NamedTuple):
+    """Bytes of a shard that one request fetches into their place, besides its tables."""
+
+    table: Fetched
+    begin: int
+    end: int
 
 
 class _Piece(NamedTuple):

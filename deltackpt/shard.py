@@ -266,7 +266,10 @@ class Index:
 
 
 def parse_index(shard: Shard, data: memoryview, tiling: Layout | Partition) -> Index:
-    """Read the tables of a shard whose bytes are `data`. Raises FormatError unless both are in order and in bounds."""
+    """Read the tables of a shard. Raises FormatError unless both are in order and in bounds.
+
+    data: as long as the shard; only what lies before the end of the tables is looked at.
+    """
     what = f"shard {shard.key}"
     header = parse_header(bytes(data[8 : 8 + header_length(bytes(data[:64]), len(data), what)]), len(data), what)
     if not header.tensors or header.tensors[0].name != "index" or shard.frames[0] != header.data:

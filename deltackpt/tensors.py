@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
@@ -188,8 +188,7 @@ class TensorTarget:
         if reseed or self._poisoned:
             return None
         if self._version is None:
-            table = self._fingerprints(layout, reader.threads)
-            self._version = reader.identify(layout.digest, state_fingerprint(layout.weights, table))
+            self._version = self._identify(reader, layout)
         return self._version
 
     def boxes(self) -> U64:
@@ -204,6 +203,11 @@ class TensorTarget:
         """Return what each of the boxes adds to the state fingerprint of the version that is held, as proven here."""
         assert self._version is not None
         return np.array([int(reader.manifest(self._version).state, 16)], np.uint64)
+
+    def _identify(self, reader: Reader, layout: Layout) -> int | None:
+        """Return the version that a full pass proves the tensors to hold."""
+        table = self._fingerprints(layout, reader.threads)
+        return reader.identify(layout.digest, state_fingerprint(layout.weights, table))
 
     def close(self) -> None:
         """Nothing to release: the tensors are the caller's."""
@@ -226,9 +230,9 @@ class TensorTarget:
             if name not in layout.position and name not in self._twins:
                 raise ConfigError(f"tensor {name} is not published and would go stale; leave it out of the target")
 
-    def memory(self, layout: Layout) -> _Memory:
-        """Return addresses for all tensors of the layout; see _Memory."""
-        return _Memory(layout, self._tensors, self._twins)
+    def memory(self, layout: Layout) -> Memory:
+        """Return addresses for all tensors of the layout; see Memory."""
+        return Memory(layout, self._tensors, self._twins)
 
     def _fingerprints(self, layout: Layout, threads: int | None) -> U64:
         memory = self.memory(layout)
@@ -284,7 +288,7 @@ def _require_apart(tensors: Mapping[str, torch.Tensor]) -> None:
             raise ConfigError(f"tensor {name} overlaps itself in memory (expanded?); pass a real tensor")
 
 
-class _Memory:
+class Memory:
     """Addresses of contiguous bytes for every tensor of a layout.
 
     Contiguous tensors are used as they are. Strided ones, and all but one of those that share memory, are worked on
@@ -335,10 +339,14 @@ class StagedTensors:
         if self.anchor is not None:
             self._require_twins(self.anchor.anchor.version, self.anchor.fingerprints)
         self.deltas: list[tuple[Delta, Sequence[object]]] = []
-        with contextlib.closing(reader.deltas([step.version for step in plan.steps])) as deltas:
+        with contextlib.closing(self._fetch(reader, [step.version for step in plan.steps])) as deltas:
             for delta in deltas:
                 self.deltas.append((delta, stage_delta(self.device, delta)))
                 self._require_twins(delta.version, delta.fingerprints)
+
+    def _fetch(self, reader: Reader, versions: Sequence[int]) -> Generator[Delta]:
+        """Fetch of each version what this target needs."""
+        return reader.deltas(versions)
 
     def _require_twins(self, version: int, table: U64) -> None:
         """Raise ConfigError unless names of one storage have equal fingerprints in what is about to be written."""
@@ -376,16 +384,20 @@ class StagedTensors:
             f"version {self.version}: {named(wrong)} did not change as published, all was undone; reseed"
         )
 
-    def _apply(self, memory: _Memory) -> list[str] | None:
+    def _apply(self, memory: Memory) -> list[str] | None:
         """Apply all deltas; where one does not do what was published undo them and return the names."""
         for n, ((delta, staged), step) in enumerate(zip(self.deltas, self.plan.steps, strict=True)):
-            found = self.device.apply(delta.tiling, staged, memory.addresses)
-            wrong = compare_fingerprints(self.layout, found, signed(delta, step))
+            wrong = self._flip(delta, staged, step, memory)
             if wrong:
-                for earlier, again in self.deltas[n::-1]:
-                    self.device.apply(earlier.tiling, again, memory.addresses)
+                for (earlier, again), taken in zip(self.deltas[n::-1], self.plan.steps[n::-1], strict=True):
+                    self._flip(earlier, again, taken.back, memory)
                 return wrong
         return None
+
+    def _flip(self, delta: Delta, staged: Sequence[object], step: Step, memory: Memory) -> list[str]:
+        """Apply one delta; returns the names of tensors that did not change as published."""
+        found = self.device.apply(delta.tiling, staged, memory.addresses)
+        return compare_fingerprints(self.layout, found, signed(delta, step))
 
     def undo(self) -> int | None:
         """Take back what `apply` has done, by the same columns; returns the version that the tensors hold then.
@@ -405,9 +417,8 @@ class StagedTensors:
         memory.shadow(touched)
         wrong: list[str] = []
         for (delta, staged), step in zip(self.deltas[::-1], self.plan.steps[::-1], strict=True):
-            found = self.device.apply(delta.tiling, staged, memory.addresses)
-            back = Step(step.version, undo=not step.undo)
-            wrong = wrong or compare_fingerprints(self.layout, found, signed(delta, back))
+            found = self._flip(delta, staged, step.back, memory)
+            wrong = wrong or found
         memory.write_back()
         if wrong:
             raise Poisoned(f"undoing version {self.version}: {named(wrong)} did not change back; reseed")

@@ -117,10 +117,10 @@ class Pair:
 
 
 @st.composite
-def box_layouts(draw: st.DrawFn, max_tensors: int = 4) -> Layout:
+def box_layouts(draw: st.DrawFn, dtypes: Sequence[str] = tuple(BITS), max_tensors: int = 4) -> Layout:
     """Layouts with tensors of up to four dimensions, which can be cut in each."""
     names = draw(st.lists(st.text(max_size=8), min_size=1, max_size=max_tensors, unique=True))
-    chosen = [draw(st.sampled_from(sorted(BITS))) for _ in names]
+    chosen = [draw(st.sampled_from(dtypes)) for _ in names]
     extents = st.one_of(st.integers(1, 12), st.sampled_from((64, 130)))
     shapes = [draw(st.lists(extents, max_size=4)) for _ in names]
     for dtype, shape in zip(chosen, shapes, strict=True):
