@@ -24,8 +24,10 @@ from deltackpt.board import Board, Group, StoreBoard, serve_tcp
 from deltackpt.errors import ChainError, ConfigError, Fenced, IntegrityError, NotFound, RankFailed, Unavailable
 from deltackpt.folder import CheckpointTarget
 from deltackpt.follow import Follower
+from deltackpt.holding import Slice
 from deltackpt.publish import Publisher
 from deltackpt.replica import Joint, Replica, classes, disagreement, shares
+from deltackpt.slices import SliceTarget
 from deltackpt.store import LocalStore, Store
 from deltackpt.tensors import TensorTarget
 
@@ -584,3 +586,70 @@ def test_group_whose_sum_is_not_the_state_goes_back(ranks: Ranks) -> None:
     assert [str(f) for f in failed] == ["rank 0, 1: other weights than on the ranks that hold the same part"] * 2
     assert [r.holds for r in group] == [0, 0]
     assert together([lambda r=r: r.go(1) for r in group]) == [1, 1]
+
+
+# ---------------------------------------------------------------- slices
+
+
+class Halves:
+    """Two ranks that each hold half of the columns of `a`, and all of `b`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.held = [self.of(0, rank) for rank in range(2)]
+        self.replicas = [
+            Replica(
+                Follower(LocalStore(ranks.store), SliceTarget(self.slices(rank), version=0), threads=1),
+                ranks.group(rank, 2, LONG_S),
+            )
+            for rank in range(2)
+        ]
+
+    @staticmethod
+    def of(version: int, rank: int) -> dict[str, Any]:
+        whole = weights(version)
+        return {"a": whole["a"][:, 100 * rank : 100 * rank + 100].clone(), "b": whole["b"].clone()}
+
+    def slices(self, rank: int) -> list[Slice]:
+        a, b = self.held[rank]["a"], self.held[rank]["b"]
+        return [Slice("a", (100, 200), ((0, 100), (100 * rank, 100 * rank + 100)), a), Slice("b", (3,), ((0, 3),), b)]
+
+    def go(self, version: int) -> list[Any]:
+        """Bring both ranks to a version."""
+
+        def one(replica: Replica) -> int:
+            joint = replica.prepare(version, wait_s=60.0)
+            assert joint is not None
+            return joint.apply()
+
+        return together([lambda r=r: one(r) for r in self.replicas])
+
+    @property
+    def holds(self) -> list[int]:
+        """The version whose bytes each rank holds."""
+        return [next(v for v in range(3) if raws(self.of(v, rank)) == raws(self.held[rank])) for rank in range(2)]
+
+
+@pytest.fixture
+def halves(ranks: Ranks) -> Iterator[Halves]:
+    made = Halves(ranks)
+    yield made
+    for replica in made.replicas:
+        replica.close()
+
+
+def test_halves_of_a_tensor_add_up_to_the_state_of_each_version(halves: Halves) -> None:
+    assert halves.go(2) == [2, 2]
+    assert halves.holds == [2, 2]
+    assert halves.go(1) == [1, 1]
+    assert halves.holds == [1, 1]
+
+
+def test_wrong_bit_in_a_slice_that_no_rank_can_see_alone_is_seen_by_the_sum(halves: Halves) -> None:
+    import torch
+
+    halves.held[1]["a"].view(torch.int16)[99, 99] ^= 1 << 14
+    failed = halves.go(1)
+    assert [type(f) for f in failed] == [RankFailed] * 2
+    assert all("their parts make the state" in str(f) for f in failed)
+    halves.held[1]["a"].view(torch.int16)[99, 99] ^= 1 << 14
+    assert halves.holds == [0, 0]
