@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deltackpt.errors import Busy, ChainError, ConfigError, DeltaError, StoreError
+from deltackpt.errors import Busy, ChainError, ConfigError, DeltaError, Poisoned, StoreError
 from deltackpt.follow import Follower, Prepared
 from deltackpt.layout import Layout
 from deltackpt.planned import PlannedTarget
@@ -183,6 +183,11 @@ class DeltaEngine:
                 target.prove(checkpoint(self._started_from, layout))
         except StoreError:
             raise  # the next call may see more
+        except Poisoned as exc:
+            # Planning could not put the weights back. Nothing is answered before this call returns.
+            self._load(checkpoint(self._started_from, layout))
+            self._why_not = str(exc)
+            return
         except DeltaError as exc:
             self._why_not = str(exc)
             return

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltackpt import vllm as plugin
-from deltackpt.errors import ConfigError, Unavailable
+from deltackpt.errors import ConfigError, Poisoned, Unavailable
 from deltackpt.publish import publish_folder
 
 
@@ -343,6 +343,18 @@ def test_store_that_cannot_be_read_is_no_reason_for_loading_whole(run: Run, monk
         with pytest.raises(Unavailable):
             run.init()
     assert run.init()["state"] == "planned"
+
+
+def test_weights_that_planning_cannot_put_back_are_loaded_again_before_anything_is_answered(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(_folder: str, module: Model, *_: object, **_options: object) -> None:
+        module.qk.zero_()
+        raise Poisoned("injected: other tensors")
+
+    monkeypatch.setattr(plugin, "cached_plan", plan)
+    assert run.init() == {"token": "i", "state": "refused", "text": "injected: other tensors"}
+    run.require(0)
 
 
 def test_engine_may_be_started_from_a_link_that_moves(run: Run) -> None:
