@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deltackpt.anchor import make_anchor
+    from deltackpt.board import Group, StoreBoard, serve_tcp
     from deltackpt.errors import (
         AlreadyExists,
         Busy,
@@ -54,6 +55,7 @@ __all__ = [
     "Fenced",
     "Follower",
     "FormatError",
+    "Group",
     "IntegrityError",
     "Manifest",
     "Mirror",
@@ -68,6 +70,7 @@ __all__ = [
     "SignatureError",
     "Slice",
     "SliceTarget",
+    "StoreBoard",
     "StoreError",
     "TensorTarget",
     "Unavailable",
@@ -80,6 +83,7 @@ __all__ = [
     "open_store",
     "prune_store",
     "publish_folder",
+    "serve_tcp",
     "verify_folder",
     "verify_store",
     "weight_version",
@@ -88,6 +92,7 @@ __all__ = [
 _MODULES = {
     "CheckpointTarget": "folder",
     "Follower": "follow",
+    "Group": "board",
     "Manifest": "manifest",
     "Mirror": "mirror",
     "Pending": "publish",
@@ -97,6 +102,7 @@ _MODULES = {
     "Replica": "replica",
     "Slice": "holding",
     "SliceTarget": "slices",
+    "StoreBoard": "board",
     "TensorTarget": "tensors",
     "Watcher": "watch",
     "cached_plan": "scatter",
@@ -106,6 +112,7 @@ _MODULES = {
     "open_store": "store",
     "prune_store": "prune",
     "publish_folder": "publish",
+    "serve_tcp": "board",
     "verify_folder": "verify",
     "verify_store": "verify",
     "weight_version": "follow",

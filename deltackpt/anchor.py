@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
+import numpy as np
 import xxhash
 
 from deltackpt import backend
@@ -18,29 +21,34 @@ from deltackpt.chain import since_anchor
 from deltackpt.checkpoint import Checkpoint, Folder, addresses, index_bytes, mapped, open_folder, placed
 from deltackpt.codec import Bytes
 from deltackpt.digest import U64, fp_hex, sha256, state_fingerprint
-from deltackpt.errors import ConfigError, DeltaError, StoreError, Unavailable
+from deltackpt.errors import AlreadyExists, ConfigError, DeltaError, StoreError, Unavailable
 from deltackpt.folder import CheckpointTarget, read_record
 from deltackpt.follow import Follower
-from deltackpt.kernels import view
-from deltackpt.layout import Layout
+from deltackpt.kernels import U8, view
+from deltackpt.layout import BITS, Layout
 from deltackpt.manifest import (
     LEVEL,
     Anchor,
     AnchorFile,
     Object,
     Placement,
+    ShardFile,
     SideFile,
     anchor_key,
     data_prefix,
     encode,
     pruned_anchor_key,
 )
+from deltackpt.partition import Box
 from deltackpt.reader import Reader
+from deltackpt.shard import header_bytes
 from deltackpt.store import LocalStore, Store, open_store, store_error, temporary_prefix
 from deltackpt.writer import Draft, Upload, Writer, put_once
 
 ANCHOR_SHARE = 0.5
 """An anchor is due when the deltas since the last one exceed this share of the weights."""
+_PIECE = 16 << 20
+"""Bytes read at a time from the pieces of a full copy."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,170 @@ def _reference_files(folder: Folder) -> tuple[AnchorFile, ...]:
     return tuple(found)
 
 
+# ---------------------------------------------------------------- from pieces that several processes have put
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the bytes of a box of a tensor lie, row-major: from `offset` on in an object."""
+
+    store: Store
+    key: str
+    offset: int
+    box: Box
+
+
+class _Stepping(list[Bytes]):
+    """Parts of an object; `step` is called as each is asked for."""
+
+    def __init__(self, parts: Iterable[Bytes], step: Callable[[], None]) -> None:
+        super().__init__(parts)
+        self._step = step
+
+    def __iter__(self) -> Iterator[Bytes]:
+        for part in super().__iter__():
+            self._step()
+            yield part
+
+
+def put_piece(store: Store, key: str, boxes: Sequence[U8], fingerprints: U64, step: Callable[[], None]) -> None:
+    """Put the bytes of a part: its boxes one after the other, then what each adds to the fingerprint of its tensor.
+
+    step: called as the bytes are asked for, perhaps in another thread.
+    """
+    parts: list[Bytes] = [box[at : at + _PIECE] for box in boxes for at in range(0, len(box), _PIECE)]
+    store.put(key, _Stepping([*parts, fingerprints.astype("<u8").tobytes()], step))
+
+
+def read_piece(store: Store, key: str, nbytes: int, boxes: int) -> U64:
+    """Return the fingerprints of a piece that holds so many bytes of weights."""
+    out = bytearray(8 * boxes)
+    store.read_into(key, memoryview(out), offset=nbytes)
+    return np.frombuffer(out, "<u8").astype(np.uint64)
+
+
+class _Assembled(Sequence[Bytes]):
+    """A checkpoint file whose tensors are read from pieces as they are asked for, some 16 MiB at a time.
+
+    step: called between reads.
+    """
+
+    def __init__(
+        self, layout: Layout, shard: ShardFile, sources: Mapping[int, Sequence[Source]], step: Callable[[], None]
+    ) -> None:
+        self._layout, self._shard, self._sources, self._step = layout, shard, sources, step
+        entries = [(layout.names[t], layout.dtypes[t], layout.shapes[t], int(layout.nbytes[t])) for t in shard.tensors]
+        self.header = header_bytes(entries, shard.metadata)
+        self.nbytes = len(self.header) + sum(entry[3] for entry in entries)
+        self.hasher = xxhash.xxh3_128()
+
+    def __len__(self) -> int:
+        return 1 + len(self._shard.tensors)
+
+    @overload
+    def __getitem__(self, at: int) -> Bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Bytes]: ...
+    def __getitem__(self, at: int | slice) -> Bytes | Sequence[Bytes]:
+        raise TypeError("parts are read in order; iterate over them")
+
+    def __iter__(self) -> Iterator[Bytes]:
+        self.hasher = xxhash.xxh3_128()
+        self.hasher.update(self.header)
+        yield self.header
+        for t in self._shard.tensors:
+            if self._layout.nbytes[t]:
+                for part in self._tensor(t):
+                    self._step()
+                    self.hasher.update(part)
+                    yield part
+
+    def _tensor(self, t: int) -> Iterator[Bytes]:
+        shape, bits = self._layout.shapes[t], BITS[self._layout.dtypes[t]]
+        sources = sorted(self._sources[t], key=lambda s: s.box)
+        if all(s.box[1:] == tuple((0, n) for n in shape[1:]) for s in sources):
+            for source in sources:
+                cells = math.prod(end - begin for begin, end in source.box)
+                yield from _read(source, 0, cells * bits // 8)
+            return
+        # Of the last dimension, bytes.
+        whole = [*shape[:-1], shape[-1] * bits // 8]
+        row = math.prod(whole[1:])
+        rows = max(1, _PIECE // row)
+        for begin in range(0, whole[0], rows):
+            end = min(begin + rows, whole[0])
+            out = np.empty((end - begin, *whole[1:]), np.uint8)
+            for source in sources:
+                box = [*source.box[:-1], tuple(c * bits // 8 for c in source.box[-1])]
+                low, high = max(begin, box[0][0]), min(end, box[0][1])
+                if low < high:
+                    inner = [e - b for b, e in box[1:]]
+                    first, size = (low - box[0][0]) * math.prod(inner), (high - low) * math.prod(inner)
+                    found = np.concatenate([np.frombuffer(p, np.uint8) for p in _read(source, first, size)])
+                    place = (slice(low - begin, high - begin), *(slice(b, e) for b, e in box[1:]))
+                    out[place] = found.reshape(high - low, *inner)
+            yield memoryview(out).cast("B")
+
+
+def _read(source: Source, first: int, nbytes: int) -> Iterator[Bytes]:
+    for begin in range(0, nbytes, _PIECE):
+        part = memoryview(np.empty(min(_PIECE, nbytes - begin), np.uint8)).cast("B")
+        source.store.read_into(source.key, part, offset=source.offset + first + begin)
+        yield part
+
+
+def put_assembled(
+    store: Store,
+    prefix: str,
+    layout: Layout,
+    shard: ShardFile,
+    sources: Mapping[int, Sequence[Source]],
+    step: Callable[[], None],
+) -> AnchorFile:
+    """Put one file of a full copy from the pieces of all parts; another process may have put the same one."""
+    parts = _Assembled(layout, shard, sources, step)
+    try:
+        store.put(f"{prefix}/{shard.name}", parts)
+    except AlreadyExists:
+        for _ in parts:
+            pass
+    return AnchorFile(shard.name, parts.nbytes, parts.hasher.hexdigest())
+
+
+def assembled_draft(
+    writer: Writer,
+    prefix: str,
+    source: Weights,
+    version: int,
+    table: U64,
+    files: tuple[AnchorFile, ...],
+    put: Callable[[str], None],
+) -> Draft:
+    """Return the draft of a full version whose weight files were put by `put_assembled`; puts the other files."""
+    store, reader, placement = writer.store, writer.reader, source.placement
+    checkpoint, _ = placed(source.layout, placement)
+    small = [] if placement.index is None else [(placement.index, index_bytes(checkpoint))]
+    small += [(side.name, reader.side_file(side)) for side in source.side_files]
+    for name, raw in small:
+        with contextlib.suppress(AlreadyExists):
+            _put_file(store, prefix, name, [raw], put)
+        files = (*files, AnchorFile(name, len(raw), xxhash.xxh3_128_hexdigest(raw)))
+    anchor = _anchor_record(source, version, table, prefix, files)
+    raw, key = encode(anchor), f"{prefix}/anchor.json"
+    put(key)
+    with contextlib.suppress(AlreadyExists):
+        store.put(key, [raw])
+    return _full(source, anchor, Object(key, sha256(raw)), {})
+
+
+def _full(source: Weights, anchor: Anchor, record: Object, times: dict[str, float]) -> Draft:
+    return Draft(
+        "full", source.layout, source.placement, source.side_files, int(anchor.state, 16),
+        changed=source.layout.total_elements, changed_bytes=source.layout.total_bytes,
+        anchor=record, times=times,
+    )  # fmt: skip
+
+
 def full_draft(writer: Writer, upload: Upload, source: Weights, reference: Folder | None = None) -> Draft:
     """Return the draft of a full version: everything, as an anchor of its own."""
     began = time.perf_counter()
@@ -152,11 +324,7 @@ def full_draft(writer: Writer, upload: Upload, source: Weights, reference: Folde
     upload.keys.append(key)
     writer.store.put(key, [raw])
     times["upload_ms"] = (time.perf_counter() - began) * 1e3
-    return Draft(
-        "full", source.layout, source.placement, source.side_files, int(anchor.state, 16),
-        changed=source.layout.total_elements, changed_bytes=source.layout.total_bytes,
-        anchor=Object(key, sha256(raw)), times=times,
-    )  # fmt: skip
+    return _full(source, anchor, Object(key, sha256(raw)), times)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Boards: small values by which the processes of one group tell each other what they decided. Never weights.
+"""Boards and rounds: small values by which the processes of a group tell each other what they decided. Never weights.
 
 Two kinds under one interface: torch's TCPStore, which ends with the process that hosts it, and a store of versions,
 which outlives every process. Every call is bounded.
@@ -7,18 +7,23 @@ which outlives every process. Every call is bounded.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from deltackpt.errors import AlreadyExists, ConfigError, NotFound, Unavailable
+import msgspec
+
+from deltackpt import errors
+from deltackpt.errors import AlreadyExists, ConfigError, DeltaError, NotFound, Unavailable
 from deltackpt.store import Store, read
 
 if TYPE_CHECKING:
@@ -125,6 +130,7 @@ class StoreBoard:
     def __init__(self, store: Store, session: str) -> None:
         if not session or not all(c.isalnum() or c in "._+=@-" for c in session) or session.strip(".") == "":
             raise ConfigError(f"session {session!r}: expected letters, digits and ._+=@- as in a key of the store")
+        self.session = session
         self._store, self._prefix = store, f"board/{session}"
 
     def create(self, key: str, value: bytes) -> bytes:
@@ -268,3 +274,135 @@ def serve_tcp(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 60.0
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+# ---------------------------------------------------------------- rounds
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Why a rank, or a round, failed. kind: class of errors.py; gone: the rank does nothing more in this round."""
+
+    kind: str
+    text: str
+    gone: bool = False
+
+    @classmethod
+    def of(cls, exc: BaseException, *, gone: bool = False) -> Trouble:
+        """Describe an error; what is not of this package is a reason to try again."""
+        if isinstance(exc, DeltaError):
+            return cls(type(exc).__name__, str(exc), gone)
+        return cls("Unavailable", f"{type(exc).__name__}: {exc}; publish again", gone)
+
+    def error(self) -> DeltaError:
+        """Return the error."""
+        kind = getattr(errors, self.kind, DeltaError)
+        found: DeltaError = kind(self.text)
+        return found
+
+
+class Round:
+    """One thing that a group does together: values under keys of its own, and who is alive.
+
+    A lease is kept by progress: each rank counts its steps, and one whose count stands still for the length of the
+    lease, by the clock of who looks, is out. Nothing is decided by that: it says only who goes on. Every decision
+    is the value of a key that is created once, so that two who both go on agree, and a rank that wakes up
+    follows what was decided.
+    """
+
+    def __init__(self, group: Group, board: Board, number: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.group, self.board, self.number, self._clock = group, board, number, clock
+        self.made: list[str] = []
+        self._seen: dict[int, tuple[bytes | None, float]] = {}
+        self._looked: dict[int, float] = {}
+        self._steps, self._told = 0, -math.inf
+        self.troubles: dict[int, Trouble] = {}
+
+    def key(self, name: str) -> str:
+        """Return a key of this round."""
+        return f"r{self.number}/{name}"
+
+    def get(self, name: str) -> bytes | None:
+        """Return a value of this round."""
+        return self.board.get(self.key(name))
+
+    def put(self, name: str, value: bytes) -> None:
+        """Set a value that only this rank sets."""
+        self.made.append(self.key(name))
+        self.board.put(self.key(name), value)
+
+    def create(self, name: str, value: bytes) -> bytes:
+        """Decide; returns what was decided, here or by who was first."""
+        self.made.append(self.key(name))
+        return self.board.create(self.key(name), value)
+
+    def step(self) -> None:
+        """Say that this rank makes progress; told to others some ten times per lease."""
+        self._steps += 1
+        now = self._clock()
+        if now - self._told >= self.group.lease_s / 10:
+            self._told = now
+            self.put(f"steps/{self.group.rank}", b"%d" % self._steps)
+
+    def out(self, rank: int) -> bool:
+        """Whether a rank has said that it is gone, or has shown no progress for the length of the lease."""
+        if rank == self.group.rank:
+            return False
+        now = self._clock()
+        if now - self._looked.get(rank, -math.inf) >= self.group.lease_s / 20:
+            self._looked[rank] = now
+            found = self.get(f"steps/{rank}")
+            if rank not in self._seen or self._seen[rank][0] != found:
+                self._seen[rank] = (found, now)
+            self.failed(rank)
+        trouble = self.troubles.get(rank)
+        return (trouble is not None and trouble.gone) or now - self._seen[rank][1] >= self.group.lease_s
+
+    def failed(self, rank: int) -> Trouble | None:
+        """Return why a rank leaves its work to others, if it does."""
+        if rank not in self.troubles and (raw := self.get(f"trouble/{rank}")) is not None:
+            self.troubles[rank] = msgspec.json.decode(raw, type=Trouble)
+        return self.troubles.get(rank)
+
+    def fail(self, trouble: Trouble) -> None:
+        """Say that this rank leaves its work to others."""
+        self.troubles[self.group.rank] = trouble
+        self.put(f"trouble/{self.group.rank}", msgspec.json.encode(trouble))
+
+    def turn(self, ranks: Iterable[int]) -> bool:
+        """Whether it is this rank's turn: it is the first of `ranks` that is neither out nor failed."""
+        for rank in ranks:
+            if rank == self.group.rank:
+                return rank not in self.troubles
+            if not self.out(rank) and not self.failed(rank):
+                return False
+        return False
+
+    def leads(self, ranks: Sequence[int]) -> bool:
+        """Whether this rank decides: every lower one of `ranks` is out; if it is none of them, all are."""
+        mine = self.group.rank
+        return all(self.out(rank) for rank in ranks if rank < mine or mine not in ranks)
+
+    def decided(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        decide: Callable[[], bytes | None],
+        *,
+        idle: Callable[[], None] = lambda: None,
+    ) -> bytes:
+        """Return what was decided under a key; whoever leads asks `decide` until it returns a value.
+
+        idle: called between looks, on every rank. Ends as soon as `decide` of a rank that lives does: what it waits
+        for must be bounded by leases.
+        """
+        pause = self.board.poll_s
+        while True:
+            found = self.get(name)
+            if found is None and self.leads(ranks) and (value := decide()) is not None:
+                found = self.create(name, value)
+            if found is not None:
+                return found
+            self.step()
+            idle()
+            time.sleep(pause)
+            pause = min(2 * pause, max(self.board.poll_s, self.group.lease_s / 100))

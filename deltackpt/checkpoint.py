@@ -27,6 +27,8 @@ from deltackpt.store import LocalStore, Store, store_error, sync_folder, write_a
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX = 256 << 20
+_FILE_BYTES = 5 << 30
+"""Weights per file of a checkpoint that has no serving checkpoint to follow."""
 _WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".npz", ".tflite",
 )  # fmt: skip
@@ -278,6 +280,23 @@ def placed(layout: Layout, placement: Placement) -> tuple[Checkpoint, list[bytes
         headers.append(header)
         nbytes.append(len(header) + int(sizes.sum()))
     return Checkpoint(layout, placement, file, offset, tuple(nbytes)), headers
+
+
+def default_placement(layout: Layout) -> Placement:
+    """Return the files of a checkpoint that follows no other: in name order, cut by size, named as is usual."""
+    cuts, held = [[]], 0  # type: list[list[int]], int
+    for t, nbytes in enumerate(layout.nbytes.tolist()):
+        if held and held + nbytes > _FILE_BYTES:
+            cuts.append([])
+            held = 0
+        cuts[-1].append(t)
+        held += nbytes
+    metadata = {"format": "pt"}
+    if len(cuts) == 1:
+        return Placement((ShardFile("model.safetensors", tuple(cuts[0]), metadata),))
+    names = [f"model-{n + 1:05d}-of-{len(cuts):05d}.safetensors" for n in range(len(cuts))]
+    files = tuple(ShardFile(name, tuple(cut), metadata) for name, cut in zip(names, cuts, strict=True))
+    return Placement(files, "model.safetensors.index.json")
 
 
 def create_file(path: str, head: bytes, nbytes: int, mode: int) -> None:

@@ -1,4 +1,4 @@
-"""What a rank of a sharded trainer or sampler holds: boxes of tensors, from slices and DTensors.
+"""What a rank of a sharded trainer or sampler holds: boxes of tensors, from DTensors, slices and streams of tensors.
 
 Needs torch only for torch's own tensors.
 """
@@ -6,17 +6,26 @@ Needs torch only for torch's own tensors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import numpy as np
 
 from deltackpt.errors import ConfigError
-from deltackpt.tensors import describe
+from deltackpt.kernels import U8, view
+from deltackpt.ownership import Inventory
+from deltackpt.partition import Box
+from deltackpt.tensors import bits, describe, describe_array
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.tensor import DTensor
 
     from deltackpt.tensors import Array
+
+    Piece: TypeAlias = "Slice | tuple[str, Array]"
+    Pieces: TypeAlias = "Mapping[str, Array] | Iterable[Piece]"
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,49 @@ class Slice:
     shape: Sequence[int]
     box: Sequence[tuple[int, int]]
     tensor: Array = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Boxes that a rank holds, sorted by name and box. memory: of each its bytes, row-major, side by side."""
+
+    inventory: Inventory
+    memory: tuple[U8, ...]
+    kept: tuple[object, ...] = field(repr=False)
+
+
+def hold(params: Pieces) -> Held:
+    """Return what a rank holds. Raises ConfigError by name for what cannot be published, or is given twice.
+
+    A mapping or a list is read where it lies, and must not change while it is published; strided memory is copied. Of
+    any other iterable each tensor is copied as it comes, since it may be freed or filled anew before the next one. So
+    are tensors of a GPU, to the host.
+    """
+    copied = not isinstance(params, (Mapping, Sequence))
+    found: dict[tuple[str, Box], tuple[str, tuple[int, ...], U8, object]] = {}
+    for piece in _pieces(params):
+        dtype, shape, box, memory, kept = _piece(piece)
+        if (piece.name, box) in found:
+            raise ConfigError(f"tensor {piece.name} is given twice (duplicate), both times with box {list(box)}")
+        found[piece.name, box] = (dtype, shape, memory.copy() if copied else memory, None if copied else kept)
+    order = sorted(found, key=lambda key: (key[0].encode("utf-8", "surrogatepass"), key[1]))
+    entries = [found[key] for key in order]
+    inventory = Inventory(
+        [k[0] for k in order], [e[0] for e in entries], [e[1] for e in entries], [k[1] for k in order]
+    )
+    return Held(inventory, tuple(e[2] for e in entries), tuple(e[3] for e in entries))
+
+
+def _pieces(params: Pieces) -> Iterator[Slice]:
+    for given in params.items() if isinstance(params, Mapping) else params:
+        if isinstance(given, Slice):
+            yield given
+            continue
+        name, tensor = cast("tuple[str, Array]", given)
+        if is_dtensor(tensor):
+            yield dtensor_slice(name, cast("DTensor", tensor))
+        else:
+            yield Slice(name, (), (), tensor)
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -61,5 +113,37 @@ def dtensor_slice(name: str, tensor: DTensor) -> Slice:
         box[-1], whole[-1] = (2 * box[-1][0], 2 * box[-1][1]), 2 * whole[-1]
     if not local.numel():
         # Where an uneven split leaves nothing, torch's offset may lie anywhere.
-        box = [(0, 0)] * len(whole)
+        box = [(0, end - begin) for begin, end in box]
     return Slice(name, whole, box, local)
+
+
+def _piece(piece: Slice) -> tuple[str, tuple[int, ...], Box, U8, object]:
+    """Return dtype, whole shape, box, bytes, and what keeps those alive."""
+    name, tensor = piece.name, piece.tensor
+    if not isinstance(name, str) or not name or name == "__metadata__":
+        raise ConfigError(f"tensor name {name!r} is reserved by safetensors, or no text; rename the tensor")
+    if isinstance(tensor, np.ndarray):
+        dtype, local, _, kept = describe_array(name, tensor)
+        memory = cast("np.ndarray[tuple[int, ...], np.dtype[np.generic]]", kept).reshape(-1).view(np.uint8)
+    else:
+        dtype, local = describe(name, tensor)
+        memory, kept = _bytes_of(tensor)
+    if not piece.box and not piece.shape:
+        return dtype, local, tuple((0, n) for n in local), memory, kept
+    shape, box = tuple(piece.shape), tuple((int(b), int(e)) for b, e in piece.box)
+    inside = len(shape) == len(box) and all(0 <= b <= e <= n for (b, e), n in zip(box, shape, strict=True))
+    if not inside or tuple(e - b for b, e in box) != local:
+        raise ConfigError(
+            f"tensor {name}: box {[list(b) for b in box]} of shape {list(shape)} with {list(local)} elements here; "
+            "expected a box inside the shape, of as many elements"
+        )
+    return dtype, shape, box, memory, kept
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[U8, object]:
+    whole = tensor.detach()
+    if not whole.is_contiguous():
+        whole = bits(whole).contiguous()
+    if whole.device.type != "cpu":
+        whole = bits(whole).cpu()
+    return view(whole.data_ptr(), whole.numel() * whole.element_size()), whole

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -22,26 +22,24 @@ from deltackpt import backend
 from deltackpt.anchor import Weights, anchor_due, full_draft, make_anchor, scratch_folder
 from deltackpt.backend import Device, Encoding
 from deltackpt.chain import Entry
-from deltackpt.checkpoint import Folder, addresses, mapped, open_folder
+from deltackpt.checkpoint import Folder, addresses, default_placement, mapped, open_folder
 from deltackpt.digest import U64, fp_hex, state_fingerprint
 from deltackpt.errors import ConfigError, DeltaError
 from deltackpt.folder import CheckpointTarget, difference, fingerprint_folder
 from deltackpt.follow import Follower
 from deltackpt.layout import Layout
-from deltackpt.manifest import Manifest, Placement, ShardFile
+from deltackpt.manifest import Manifest, Placement
 from deltackpt.shard import EncodedGroup
 from deltackpt.store import LocalStore, Store, open_store
-from deltackpt.writer import Draft, Upload, Writer, attempt
+from deltackpt.writer import SHARD_BYTES, Draft, Upload, Writer, attempt
 
 if TYPE_CHECKING:
+    from deltackpt.board import Group
+    from deltackpt.collective import Collective
+    from deltackpt.holding import Pieces
     from deltackpt.tensors import Live, Params
 
 _log = logging.getLogger(__name__)
-
-SHARD_BYTES = 32 << 20
-"""A shard is closed when it holds this many bytes."""
-_FILE_BYTES = 5 << 30
-"""Weights per file of a checkpoint that has no serving checkpoint to follow."""
 
 
 @dataclass(frozen=True)
@@ -285,29 +283,16 @@ def _holds(writer: Writer, folder: Folder, head: Entry) -> bool:
 # ---------------------------------------------------------------- from a trainer's tensors
 
 
-def default_placement(layout: Layout) -> Placement:
-    """Return the files of a checkpoint that follows no other: in name order, cut by size, named as is usual."""
-    cuts, held = [[]], 0  # type: list[list[int]], int
-    for t, nbytes in enumerate(layout.nbytes.tolist()):
-        if held and held + nbytes > _FILE_BYTES:
-            cuts.append([])
-            held = 0
-        cuts[-1].append(t)
-        held += nbytes
-    metadata = {"format": "pt"}
-    if len(cuts) == 1:
-        return Placement((ShardFile("model.safetensors", tuple(cuts[0]), metadata),))
-    names = [f"model-{n + 1:05d}-of-{len(cuts):05d}.safetensors" for n in range(len(cuts))]
-    files = tuple(ShardFile(name, tuple(cut), metadata) for name, cut in zip(names, cuts, strict=True))
-    return Placement(files, "model.safetensors.index.json")
-
-
 class Publisher:
     """Publishes a trainer's tensors, step by step. Not for use by several threads at once.
 
     serving: the checkpoint folder that samplers load; its layout, files and side files are followed, and tensors that
     do not fit it are refused by name. Without it the first publish decides. anchors: make one in the background
     when it is due. The base, a copy of all published tensors, is held beside them, in host or device memory.
+
+    group: the ranks of a sharded trainer; then every call is made by all of them, see `publish`, and the base is in
+    host memory. frozen: with a group, what becomes of tensors of the serving checkpoint, or of the store, that no
+    rank holds: "refuse" names one, "carry" leaves them as they are.
 
     On a store that has versions already, it claims the next epoch, so that an earlier publisher is fenced; the first
     publish finds out by fingerprint which version the trainer holds, or rebuilds the head from the store.
@@ -325,7 +310,18 @@ class Publisher:
         form: str = "sparse",
         anchors: bool = True,
         threads: int | None = None,
+        group: Group | None = None,
+        frozen: Literal["refuse", "carry"] = "refuse",
     ) -> None:
+        self._collective: Collective | None = None
+        if group is not None:
+            from deltackpt.collective import Collective
+
+            self._collective = Collective(
+                url, group, serving=serving, run_id=run_id, resume=resume, new_lineage=new_lineage,
+                codec=codec, form=form, frozen=frozen, anchors=anchors, threads=threads,
+            )  # fmt: skip
+            return
         self._where, self._codec, self._form, self._anchors = url, codec, form, anchors
         self._serving = open_folder(serving) if serving is not None else None
         self._writer = Writer(open_store(url), run_id=run_id, resume=resume, new_lineage=new_lineage, threads=threads)
@@ -339,17 +335,23 @@ class Publisher:
             self._writer.claim()
 
     def publish(
-        self, params: Params, *, step: int | None = None, metadata: Mapping[str, str] | None = None
+        self, params: Params | Pieces, *, step: int | None = None, metadata: Mapping[str, str] | None = None
     ) -> Manifest:
         """Commit the tensors as the next version; returns after the commit.
 
         params: mapping or iterable of (name, torch tensor or numpy array), all on the CPU or all on one NVIDIA GPU;
         read only, not kept. Raises ConfigError naming a tensor that does not fit; then, as after every error, the base
         is what it was.
+
+        With a group: what this rank holds, as DTensors, `Slice`s, or whole tensors under names that are split over the
+        ranks in any way, in host memory (those of a GPU are copied there). A mapping or list is read where it lies; of
+        another iterable, each tensor is copied as it comes and may be freed. Returns, or raises, on all ranks alike.
         """
         return self.submit(params, step=step, metadata=metadata).result()
 
-    def submit(self, params: Params, *, step: int | None = None, metadata: Mapping[str, str] | None = None) -> Pending:
+    def submit(
+        self, params: Params | Pieces, *, step: int | None = None, metadata: Mapping[str, str] | None = None
+    ) -> Pending:
         """Begin to publish; returns once the tensors may change again. See `publish`.
 
         From a GPU that is when the changes have been extracted, and the rest is done in a thread; from the CPU it is
@@ -358,10 +360,12 @@ class Publisher:
         """
         from deltackpt.tensors import collect, device_for
 
+        if self._collective is not None:
+            return Pending(partial(self._collective.publish, cast("Pieces", params), step=step, metadata=metadata))
         self._join()
         self._raise_background()
         self._settle()
-        live = collect(params, self._base.layout if self._base is not None else None)
+        live = collect(cast("Params", params), self._base.layout if self._base is not None else None)
         writer = self._writer
         writer.require_step(step)
         device = device_for(live.on, self._threads)
@@ -501,6 +505,9 @@ class Publisher:
 
     def close(self) -> None:
         """Wait for the version in flight and an anchor that is being made; raises the error with which they ended."""
+        if self._collective is not None:
+            self._collective.close()
+            return
         self._join()
         if self._background is not None:
             background, self._background = self._background, None

@@ -274,13 +274,15 @@ class Reader:
             raise FormatError(f"partition {content[:12]} cuts another layout than that of the version that names it")
         return found
 
+    def placement_of(self, content: str, layout: Layout) -> Placement:
+        """Return a placement of a layout by digest."""
+        if content not in self._placements:
+            self._placements[content] = decode_placement(self._object("placements", content), len(layout.names))
+        return self._placements[content]
+
     def placement(self, manifest: Manifest) -> Placement:
         """Return the placement of a version."""
-        key = manifest.placement
-        if key not in self._placements:
-            tensors = len(self.layout(manifest.layout).names)
-            self._placements[key] = decode_placement(self._object("placements", key), tensors)
-        placement = self._placements[key]
+        placement = self.placement_of(manifest.placement, self.layout(manifest.layout))
         taken = {f.name for f in placement.files} | {placement.index}
         for side in manifest.side_files:
             if side.name in taken:

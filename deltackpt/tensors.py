@@ -76,7 +76,7 @@ def collect(params: Params, known: Layout | None = None) -> Live:
         if name in found:
             raise ConfigError(f"tensor {name} is given twice (duplicate)")
         if isinstance(tensor, np.ndarray):
-            found[name], places[name] = _numpy(name, tensor), host
+            found[name], places[name] = describe_array(name, tensor), host
         else:
             dtype, shape = describe(name, tensor)
             whole = tensor if tensor.is_contiguous() else bits(tensor).contiguous()
@@ -107,9 +107,10 @@ def device_for(on: str, threads: int | None) -> Device:
     return Cuda(on, threads)
 
 
-def _numpy(
+def describe_array(
     name: str, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 ) -> tuple[str, tuple[int, ...], int, object]:
+    """Return dtype, shape, address and owner of an array's contiguous bytes. Raises ConfigError for other dtypes."""
     dtype = DTYPES.get(array.dtype.name)
     if dtype is None or dtype == "F4":
         raise ConfigError(

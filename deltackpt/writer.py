@@ -43,6 +43,8 @@ from deltackpt.reader import Reader
 from deltackpt.shard import EncodedGroup, assemble
 from deltackpt.store import Store, read, store_error
 
+SHARD_BYTES = 32 << 20
+"""A shard is closed when it holds this many bytes."""
 _ATTEMPTS = 8
 """Puts of a manifest whose outcome is unknown, about ten seconds in all."""
 
@@ -119,11 +121,20 @@ class Draft:
     partition: Partition | None = None
 
 
+class Grant(msgspec.Struct, frozen=True):
+    """The right of a writer, as it gives it to the other processes of its group."""
+
+    lineage: str
+    epoch: int
+    run_id: str
+
+
 class Writer:
     """The right to commit the next version of a store.
 
     run_id: the run that continues the stream; without one, this host's record that it wrote the head is the authority.
-    Raises ConfigError where neither holds, unless `resume` or `new_lineage` says how to go on.
+    Raises ConfigError where neither holds, unless `resume` or `new_lineage` says how to go on. grant: the right that
+    another process of the same group has proven.
     """
 
     def __init__(
@@ -134,6 +145,7 @@ class Writer:
         resume: bool = False,
         new_lineage: bool = False,
         threads: int | None = None,
+        grant: Grant | None = None,
     ) -> None:
         self.store, self.run_id = store, run_id or os.environ.get("DELTACKPT_RUN_ID") or ""
         self.resume, self.new_lineage = resume, new_lineage
@@ -145,7 +157,9 @@ class Writer:
         self.epoch = head.manifest.epoch if head else 0
         self.lineage = secrets.token_hex(8) if head is None or new_lineage else head.manifest.lineage
         self._pending: tuple[Entry, bytes] | None = None
-        if head is not None:
+        if grant is not None:
+            self.lineage, self.epoch, self.run_id = grant.lineage, grant.epoch, grant.run_id
+        elif head is not None:
             self._require_authority(head)
 
     @property
@@ -253,13 +267,21 @@ class Writer:
 
         Unavailable: the outcome is unknown; `settle` must come before anything else.
         """
+        began = time.perf_counter()
+        raw = self.compose(draft, step=step, metadata=metadata)
+        manifest = self.begin(raw)
+        self.settle()
+        times = manifest.times | {"manifest_publish_ms": round((time.perf_counter() - began) * 1e3, 3)}
+        return msgspec.structs.replace(manifest, times=times)
+
+    def compose(self, draft: Draft, *, step: int | None = None, metadata: Mapping[str, str] | None = None) -> bytes:
+        """Return the manifest that makes a draft the next version, after the objects that it names were put."""
         head = self.head
         version = head.manifest.version + 1 if head else 0
         partition = draft.partition
         tiling = draft.layout if partition is None else partition
         bits = np.zeros(-(-len(tiling.groups) // 8) * 8, np.uint8)
         bits[list(draft.groups)] = 1
-        began = time.perf_counter()
         manifest = Manifest(
             format=self.reader.info.format,
             store_id=self.reader.info.store_id,
@@ -291,15 +313,18 @@ class Writer:
             times={k: round(v, 3) for k, v in draft.times.items()},
             metadata=dict(metadata or {}),
         )
-        raw = encode(manifest)
+        return encode(manifest)
+
+    def begin(self, raw: bytes) -> Manifest:
+        """Begin to commit a manifest made by `compose`, here or by another process of the group; `settle` ends it."""
+        head = self.head
+        version = head.manifest.version + 1 if head else 0
         entry = Entry(decode_manifest(raw, version), digest(raw))
         if head is not None:
             check_link(head, entry)
         self._remember((*(() if head is None else (head.digest,)), entry.digest))
         self._pending = (entry, raw)
-        self.settle()
-        times = manifest.times | {"manifest_publish_ms": round((time.perf_counter() - began) * 1e3, 3)}
-        return msgspec.structs.replace(manifest, times=times)
+        return entry.manifest
 
     def settle(self) -> None:
         """Put a manifest whose outcome is unknown again, the same bytes, until the store answers."""
@@ -323,6 +348,17 @@ class Writer:
         with contextlib.suppress(DeltaError):
             self._remember((entry.digest,))  # the record that was written before has this digest too
         self.sweep(version)
+
+    def learn(self, raw: bytes) -> Manifest:
+        """Take note of the next version, which another process of the group has committed."""
+        manifest = self.begin(raw)
+        assert self._pending is not None
+        self.reader.history[manifest.version], self._pending = self._pending[0], None
+        return manifest
+
+    def forget(self) -> None:
+        """Give up a commit that was begun: another process of the group has found that it was not made."""
+        self._pending = None
 
     def _lost(self, entry: Entry, found: bytes) -> NoReturn:
         version = entry.manifest.version

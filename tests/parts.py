@@ -10,11 +10,11 @@ from strategies import Memory, elements_of
 
 from deltackpt.anchor import Weights, full_draft
 from deltackpt.backend import encode, encode_part
+from deltackpt.checkpoint import default_placement
 from deltackpt.digest import state_fingerprint
 from deltackpt.layout import Layout
 from deltackpt.manifest import Manifest
 from deltackpt.partition import Partition
-from deltackpt.publish import default_placement
 from deltackpt.shard import EncodedGroup
 from deltackpt.store import open_store
 from deltackpt.writer import Draft, Writer, attempt

@@ -17,7 +17,7 @@ from wire import TheirReader
 
 from deltackpt import backend
 from deltackpt.anchor import make_anchor
-from deltackpt.checkpoint import Folder
+from deltackpt.checkpoint import Folder, default_placement
 from deltackpt.digest import state_fingerprint
 from deltackpt.errors import DeltaError, FormatError, IntegrityError
 from deltackpt.export import Exporter
@@ -28,7 +28,6 @@ from deltackpt.manifest import Manifest, decode_manifest, digest, encode, manife
 from deltackpt.mirror import mirror_store
 from deltackpt.partition import Partition
 from deltackpt.prune import prune_store
-from deltackpt.publish import default_placement
 from deltackpt.reader import Reader
 from deltackpt.store import LocalStore
 from deltackpt.verify import verify_store

@@ -1,0 +1,130 @@
+"""Boards and rounds: one winner per key, bounded answers, and who is out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deltackpt.board import Board, Group, Round, StoreBoard, TcpBoard, Trouble, serve_tcp, sweep_boards
+from deltackpt.errors import ConfigError, Unavailable
+from deltackpt.store import LocalStore
+
+
+@pytest.fixture(params=["tcp", "store"])
+def board(request: pytest.FixtureRequest, tmp_path: Path) -> Board:
+    if request.param == "tcp":
+        return TcpBoard(serve_tcp())
+    return StoreBoard(LocalStore(tmp_path), "session-1")
+
+
+def test_a_key_is_created_once(board: Board) -> None:
+    assert board.get("r0/plan") is None
+    assert board.create("r0/plan", b"first\0\xff") == b"first\0\xff"
+    assert board.create("r0/plan", b"second") == b"first\0\xff"
+    assert board.get("r0/plan") == b"first\0\xff"
+    board.drop(["r0/plan", "r0/none"])
+    assert board.get("r0/plan") is None
+
+
+def test_a_key_that_is_put_has_the_last_value(board: Board) -> None:
+    board.put("r0/steps/1", b"1")
+    board.put("r0/steps/1", b"2")
+    assert board.get("r0/steps/1") == b"2"
+
+
+class Clock:
+    """A clock that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def rounds(board: Board) -> tuple[Callable[[int], Round], Clock]:
+    clock = Clock()
+    return lambda rank: Round(Group(rank, 3, board, 10.0), board, 0, clock=clock), clock
+
+
+def test_a_rank_is_out_when_its_steps_stand_still_for_a_lease(rounds: tuple[Callable[[int], Round], Clock]) -> None:
+    make, clock = rounds
+    zero, one = make(0), make(1)
+    one.step()
+    assert not zero.out(1)
+    clock.now += 9.0
+    one.step()
+    assert not zero.out(1)
+    clock.now += 9.0
+    assert not zero.out(1)
+    clock.now += 1.0
+    assert zero.out(1)
+    one.step()
+    clock.now += 1.0
+    assert not zero.out(1)
+
+
+def test_a_rank_that_says_so_is_out_at_once(rounds: tuple[Callable[[int], Round], Clock]) -> None:
+    make, _ = rounds
+    one, two = make(1), make(2)
+    one.fail(Trouble("StoreError", "no space"))
+    assert not two.out(1)
+    assert str(two.failed(1)) == "Trouble(kind='StoreError', text='no space', gone=False)"
+    assert not two.turn((1, 0, 2))  # rank 0 may do it
+    make(0).fail(Trouble("Unavailable", "interrupted", gone=True))
+    assert two.turn((1, 0, 2))
+
+
+def test_the_first_rank_that_is_not_out_leads(rounds: tuple[Callable[[int], Round], Clock]) -> None:
+    make, clock = rounds
+    one = make(1)
+    assert not one.leads((0, 1, 2))
+    clock.now += 10.0
+    assert one.leads((0, 1, 2))
+    # One that is not among them leads when all of them are out.
+    assert not one.leads((0, 2))
+    clock.now += 10.0
+    assert one.leads((0, 2))
+
+
+def test_a_stopped_host_of_a_tcp_store_is_an_error_within_the_bound() -> None:
+    read, write = os.pipe()
+    host = os.fork()
+    if host == 0:
+        served = serve_tcp()
+        os.write(write, b"%d\n" % served.port)
+        time.sleep(60)
+        os._exit(0)
+    try:
+        board = Group.tcp("127.0.0.1", int(os.read(read, 16)), rank=0, size=1, lease_s=1.0).board
+        board.put("a", b"1")
+        os.kill(host, signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match=r"the group's TCPStore is lost \(no answer in 1 s\)"):
+                board.get("a")
+    finally:
+        os.kill(host, signal.SIGKILL)
+        os.waitpid(host, 0)
+        os.close(read)
+        os.close(write)
+
+
+def test_sessions_of_groups_that_are_gone_are_swept(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    StoreBoard(store, "old").put("a", b"1")
+    new = StoreBoard(store, "new")
+    new.put("a", b"2")
+    sweep_boards(store, "new")
+    assert list(store.keys("board/")) == ["board/new/a"]
+
+
+@pytest.mark.parametrize("session", ["", "..", "a/b", "a b"])
+def test_a_session_must_be_a_plain_word(tmp_path: Path, session: str) -> None:
+    with pytest.raises(ConfigError, match="session"):
+        StoreBoard(LocalStore(tmp_path), session)

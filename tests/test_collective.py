@@ -1,0 +1,199 @@
+"""Publishing by many ranks: exact however the weights are cut, and whoever dies or stops on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from helpers import data_files, manifest_of, visible
+
+from deltackpt.follow import Follower
+from deltackpt.publish import Publisher
+from deltackpt.store import open_store
+from deltackpt.tensors import TensorTarget
+from deltackpt.verify import verify_store
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[ranks.Ranks]:
+    with ranks.started() as found:
+        yield found
+
+
+def followed(store: Path, version: int | None = None, like: ranks.Arrays | None = None) -> ranks.Arrays:
+    """Return the weights that a follower ends with, of int16 or of the same bits."""
+    live = {n: torch.zeros(v.shape, dtype=torch.int16) for n, v in (like or ranks.state(0)).items()}
+    with Follower(str(store), TensorTarget(live)) as follower:
+        prepared = follower.prepare(version)
+        assert prepared is not None
+        prepared.apply()
+    return {n: t.numpy() for n, t in live.items()}
+
+
+def equal(left: ranks.Arrays, right: ranks.Arrays) -> None:
+    assert set(left) == set(right)
+    for name in left:
+        assert np.array_equal(left[name], right[name]), name
+
+
+def exact(store: Path, steps: dict[int, int]) -> None:
+    """Assert that versions hold what the trainer had at these steps, and that the store has no fault or litter."""
+    for version, step in steps.items():
+        equal(followed(store, version), ranks.state(step))
+    assert visible(store) == list(range(len(visible(store))))
+    report = verify_store(open_store(str(store)), deep=True)
+    assert not report.problems, report
+    named = {s.key for v in visible(store) for s in manifest_of(store, v).shards}
+    folders = {key.rpartition("/")[0] for key in named} | {
+        a.key.rpartition("/")[0] for v in visible(store) if (a := manifest_of(store, v).anchor)
+    }
+    assert {f.rpartition("/")[0] for f in data_files(store)} <= folders
+
+
+# ---------------------------------------------------------------- however the weights are cut
+
+
+@pytest.mark.parametrize("kind", ["replicas", "rows", "columns", "hsdp", "experts", "stages", "mixed"])
+def test_ranks_publish_what_one_process_would(warm: ranks.Ranks, tmp_path: Path, kind: str) -> None:
+    outcome = warm.run(tmp_path, kind, [0, 1, 2])
+    assert outcome.codes == [0, 0, 0, 0], outcome.logs
+    assert [outcome.versions(rank) for rank in range(4)] == [[0, 1, 2]] * 4
+    exact(tmp_path / "store", {0: 0, 1: 1, 2: 2})
+    with Publisher(str(tmp_path / "single"), run_id="run", threads=1) as publisher:
+        for step in (0, 1, 2):
+            manifest = publisher.publish(ranks.state(step), step=step)
+            found = manifest_of(tmp_path / "store", step)
+            assert (found.kind, found.state, found.layout) == (manifest.kind, manifest.state, manifest.layout)
+            assert found.totals.changed == manifest.totals.changed
+    files = [next((tmp_path / s).glob("data/*/model.safetensors")).read_bytes() for s in ("store", "single")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("kind", ["torch-fsdp", "torch-hsdp", "torch-tp", "torch-2d"])
+def test_dtensors_are_published_as_the_whole_tensors_that_they_are(
+    warm: ranks.Ranks, tmp_path: Path, kind: str
+) -> None:
+    outcome = warm.run(tmp_path, kind, [0, 1, 2])
+    assert outcome.codes == [0, 0, 0, 0], outcome.logs
+    for step in (0, 1, 2):
+        with np.load(tmp_path / "run-0" / f"whole-{step}.npz") as whole:
+            like = {n: whole[n] for n in whole.files}
+        live = {n: torch.zeros(v.shape, dtype=torch.bfloat16) for n, v in like.items()}
+        with Follower(str(tmp_path / "store"), TensorTarget(live)) as follower:
+            prepared = follower.prepare(step)
+            assert prepared is not None
+            prepared.apply()
+        equal({n: t.view(torch.int16).numpy() for n, t in live.items()}, like)
+
+
+# ---------------------------------------------------------------- whoever dies, stops or fails
+
+LEASE_S = 4.0
+
+
+def test_stages_at_which_ranks_die_do_not_stop_their_replicas(warm: ranks.Ranks, tmp_path: Path) -> None:
+    faults = {3: ("encode", 1, "KILL"), 0: ("decided", 3, "KILL")}
+    outcome = warm.run(tmp_path, "hsdp", [0, 1, 2, 3, 4], lease_s=LEASE_S, faults=faults)
+    assert outcome.codes == [-9, 0, 0, -9], outcome.logs
+    assert outcome.versions(1) == outcome.versions(2) == [0, 1, 2, 3, 4]
+    exact(tmp_path / "store", {k: k for k in range(5)})
+
+
+@pytest.mark.parametrize(
+    ("one", "leader"),
+    [("before-arrival", "commit"), ("after-arrival", "committed"), ("upload", "plan"), ("uploaded", "claimed")],
+)
+def test_a_rank_and_then_the_one_that_commits_die(warm: ranks.Ranks, tmp_path: Path, one: str, leader: str) -> None:
+    outcome = warm.run(
+        tmp_path, "hsdp", [0, 1, 2], lease_s=LEASE_S, faults={3: (one, 1, "KILL"), 0: (leader, 2, "KILL")}
+    )
+    assert outcome.codes == [-9, 0, 0, -9], outcome.logs
+    assert outcome.versions(1) == outcome.versions(2) == [0, 1, 2]
+    exact(tmp_path / "store", {0: 0, 1: 1, 2: 2})
+
+
+@pytest.mark.parametrize(("stage", "rank"), [("upload", 3), ("commit", 0)])
+def test_a_rank_that_stops_follows_what_the_others_decided(
+    warm: ranks.Ranks, tmp_path: Path, stage: str, rank: int
+) -> None:
+    outcome = warm.run(tmp_path, "hsdp", [0, 1, 2], lease_s=LEASE_S, faults={rank: (stage, 1, "STOP")})
+    assert outcome.codes == [0, 0, 0, 0], outcome.logs
+    assert [outcome.versions(r) for r in range(4)] == [[0, 1, 2]] * 4
+    exact(tmp_path / "store", {0: 0, 1: 1, 2: 2})
+
+
+def test_a_rank_that_cannot_write_leaves_its_part_to_a_replica(warm: ranks.Ranks, tmp_path: Path) -> None:
+    outcome = warm.run(tmp_path, "hsdp", [0, 1, 2], faults={1: ("upload", 1, "RAISE")})
+    assert outcome.codes == [0, 0, 0, 0], outcome.logs
+    assert [outcome.versions(r) for r in range(4)] == [[0, 1, 2]] * 4
+    exact(tmp_path / "store", {0: 0, 1: 1, 2: 2})
+
+
+@pytest.mark.parametrize(("stage", "action"), [("encode", "KILL"), ("upload", "STOP")])
+def test_a_part_that_only_one_rank_held_fails_the_publish_everywhere(
+    warm: ranks.Ranks, tmp_path: Path, stage: str, action: str
+) -> None:
+    outcome = warm.run(tmp_path, "rows", [0, 1], lease_s=LEASE_S, faults={2: (stage, 1, action)})
+    for rank in (0, 1, 3):
+        (_, first), (kind, error, text) = outcome.said[rank][0][:2], outcome.said[rank][1][:3]
+        assert (first, kind, error) == (0, "error", "Unavailable")
+        assert "rank 2 made no progress for 4 s, and no other rank holds the same part of" in text
+    assert visible(tmp_path / "store") == [0]
+    # The whole group starts again, with another number of ranks: nothing of the failed try is left.
+    again = warm.run(tmp_path, "rows", [1, 2], size=3)
+    assert again.codes == [0, 0, 0], again.logs
+    # The epoch was claimed by an empty version.
+    assert [again.versions(rank) for rank in range(3)] == [[2, 3]] * 3
+    exact(tmp_path / "store", {0: 0, 1: 0, 2: 1, 3: 2})
+
+
+def test_a_full_version_survives_the_death_of_a_replica(warm: ranks.Ranks, tmp_path: Path) -> None:
+    faults = {3: ("uploaded", 0, "KILL"), 0: ("file", 0, "KILL")}
+    outcome = warm.run(tmp_path, "hsdp", [0, 1], lease_s=LEASE_S, faults=faults)
+    assert outcome.codes == [-9, 0, 0, -9], outcome.logs
+    assert outcome.versions(1) == outcome.versions(2) == [0, 1]
+    exact(tmp_path / "store", {0: 0, 1: 1})
+
+
+def test_a_board_in_the_store_outlives_any_rank(warm: ranks.Ranks, tmp_path: Path) -> None:
+    outcome = warm.run(tmp_path, "hsdp", [0, 1], board="store", lease_s=LEASE_S, faults={0: ("claimed", 1, "KILL")})
+    assert outcome.codes == [-9, 0, 0, 0], outcome.logs
+    assert outcome.versions(1) == outcome.versions(2) == outcome.versions(3) == [0, 1]
+    exact(tmp_path / "store", {0: 0, 1: 1})
+
+
+# ---------------------------------------------------------------- what is refused, and going on
+
+
+def test_replicas_that_differ_are_refused_by_tensor_and_ranks(warm: ranks.Ranks, tmp_path: Path) -> None:
+    outcome = warm.run(tmp_path, "hsdp", [0], wrong=2)
+    for rank in range(4):
+        kind, error, text, _ = outcome.said[rank][0]
+        assert (kind, error) == ("error", "ConfigError")
+        assert "tensor out differs between rank 0 and rank 2" in text
+    assert visible(tmp_path / "store") == []
+
+
+def test_tensors_that_no_rank_holds_are_named_or_carried_over(warm: ranks.Ranks, tmp_path: Path) -> None:
+    with Publisher(str(tmp_path / "store"), run_id="run", threads=1) as publisher:
+        publisher.publish(ranks.state(0), step=0)
+    outcome = warm.run(tmp_path, "rows", [1], without="experts.1")
+    for rank in range(4):
+        assert outcome.said[rank][0][:2] == ["error", "ConfigError"]
+        assert "tensor experts.1 and 0 others are held by no rank" in outcome.said[rank][0][2]
+    again = warm.run(tmp_path, "rows", [1, 2], without="experts.1", frozen="carry")
+    assert again.codes == [0, 0, 0, 0], again.logs
+    found = followed(tmp_path / "store")
+    equal(found, ranks.state(2) | {"experts.1": ranks.state(0)["experts.1"]})
+
+
+def test_a_group_that_holds_an_earlier_version_rewinds_to_it(warm: ranks.Ranks, tmp_path: Path) -> None:
+    warm.run(tmp_path, "rows", [0, 1, 2])
+    again = warm.run(tmp_path, "columns", [1, 2], size=2, resume=True)
+    assert again.codes == [0, 0], again.logs
+    assert [line[:3] for line in again.said[0]] == [["version", 4, "rewind"], ["version", 5, "delta"]]
+    exact(tmp_path / "store", {2: 2, 4: 1, 5: 2})
