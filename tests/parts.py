@@ -71,6 +71,7 @@ class Stream:
         change = np.zeros(len(self.layout.names), np.uint64)
         for group in groups:
             np.add.at(change, group.tensor, group.fingerprint)
+        tiling = partition or self.layout
         state = int(head.manifest.state, 16) + state_fingerprint(self.layout.weights, change)
         with attempt(self.writer) as upload:
             with upload.parallel():
@@ -80,7 +81,8 @@ class Stream:
             draft = Draft(
                 "delta" if groups else "empty", self.layout, default_placement(self.layout), (), state,
                 head.manifest.version, upload.shards, frozenset(g.group for g in groups),
-                sum(g.changed for g in groups), partition=partition if groups else None,
+                sum(g.changed for g in groups), sum(g.changed * tiling.groups[g.group].width for g in groups),
+                partition=partition if groups else None,
             )  # fmt: skip
             self.contents.append(list(new))
             return self.writer.commit(draft)

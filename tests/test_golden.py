@@ -27,7 +27,7 @@ from deltackpt.store import LocalStore
 from deltackpt.verify import verify_store
 
 EXAMPLES = Path(__file__).parent.parent / "manifests" / "examples"
-STORES = ("codecs", "mask", "sparse")
+STORES = ("codecs", "mask", "parts", "sparse")
 Tensors = dict[str, tuple[str, list[int], str]]
 
 
@@ -93,6 +93,17 @@ def test_deep_verify_finds_no_fault(name: str, tmp_path: Path) -> None:
     report = verify_store(LocalStore(EXAMPLES / name / "store"), deep=True, scratch=str(tmp_path))
     assert report.problems == ()
     assert report.rebuilt == len(report.versions) == len(expected(name))
+
+
+def test_parts_example_has_whole_tensors_rows_boxes_and_a_version_that_is_not_cut() -> None:
+    reader = Reader(LocalStore(EXAMPLES / "parts" / "store"))
+    reader.load()
+    cut = [e.manifest.partition for e in reader.history.values()]
+    assert [c is not None for c in cut] == [False, True, True, True, False]
+    partitions = [json.loads((EXAMPLES / "parts" / "store" / "partitions" / f"{c}.json").read_text()) for c in cut if c]
+    kinds = [{kind for part in p["parts"] for kind in ("whole", "rows", "boxes") if part[kind]} for p in partitions]
+    assert kinds == [{"whole"}, {"whole", "rows"}, {"whole", "boxes"}]
+    assert [len(e.manifest.shards) for e in reader.history.values()] == [0, 2, 3, 1, 1]
 
 
 def test_sparse_example_has_every_kind_of_version_and_every_dtype() -> None:
