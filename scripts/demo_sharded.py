@@ -1,5 +1,8 @@
 """Train a small model on four ranks with HSDP, publish every step, follow it with two tensor-parallel samplers.
 
+A sampler is two ranks, here threads, which go from version to version together, each with half of every matrix: of the
+rows in one sampler, of the columns in the other.
+
 Alone it starts four processes, and kills rank 3 in the middle of a publish: its replica takes its part over, the
 version is committed, and the ranks start again from it. Under `torchrun --nproc-per-node 4` the same file is one rank,
 and none is killed.
@@ -15,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +28,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from deltackpt import DeltaError, Follower, Group, Publisher, TensorTarget, open_store
+from deltackpt import (
+    DeltaError,
+    Follower,
+    Group,
+    Publisher,
+    Replica,
+    Slice,
+    SliceTarget,
+    StoreBoard,
+    TensorTarget,
+    open_store,
+)
 
 STEPS, KILLED_AT, RANKS, LIMIT_S = 8, 4, 4, 300.0
 
@@ -96,34 +112,42 @@ def die_in_upload() -> None:
 
 
 def follow(store: str) -> None:
-    """Follow with two tensor-parallel samplers, each with its rows of every weight, and compare with the trainer."""
+    """Follow with two samplers of two tensor-parallel ranks, cut by rows and by columns; compare with the trainer."""
     trained = torch.load(Path(store).parent / "trained.pt")
-    whole = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
-    ranks = [sampler(store, whole, rank) for rank in (0, 1)]
-    for rank, (version, held, nbytes) in enumerate(ranks):
-        for name, (low, high, tensor) in held.items():
-            if not torch.equal(tensor.view(torch.int16), trained[name][low:high].view(torch.int16)):
-                raise SystemExit(f"sampler rank {rank}: {name} differs from what the trainer holds")
-        print(
-            f"sampler rank {rank}: version {version}, every bit as the trainer holds it ({nbytes:,} bytes of weights)"
-        )
+    for dim, cut in enumerate(("rows", "columns")):
+        with ThreadPoolExecutor(2) as pool:
+            ranks = list(pool.map(partial(sampler, store, trained, dim), (0, 1), timeout=LIMIT_S))
+        for rank, (version, held) in enumerate(ranks):
+            nbytes = 0
+            for part in held:
+                mine = torch.as_tensor(part.tensor)
+                nbytes += mine.nbytes
+                expected = trained[part.name][tuple(slice(*edges) for edges in part.box)]
+                if not torch.equal(mine.view(torch.int16), expected.view(torch.int16)):
+                    raise SystemExit(f"sampler cut by {cut}, rank {rank}: {part.name} differs from the trainer's")
+            print(f"sampler cut by {cut}, rank {rank}: version {version}, bit for bit the trainer's ({nbytes:,} bytes)")
 
 
-def sampler(
-    store: str, whole: dict[str, torch.Tensor], rank: int
-) -> tuple[int, dict[str, tuple[int, int, torch.Tensor]], int]:
-    """Follow a store with half of the rows of every tensor."""
-    live = {name: tensor.clone() for name, tensor in whole.items()}
-    with Follower(store, TensorTarget(live)) as follower:
-        prepared = follower.prepare()
-        assert prepared is not None
-        version = prepared.apply()
-    held = {}
-    for name, tensor in live.items():
-        half = -(-len(tensor) // 2)
-        low, high = rank * half, min((rank + 1) * half, len(tensor))
-        held[name] = (low, high, tensor[low:high].clone())
-    return version, held, sum(2 * t.numel() for _, _, t in held.values())
+def sampler(store: str, trained: dict[str, torch.Tensor], dim: int, rank: int) -> tuple[int, list[Slice]]:
+    """Be a rank of a sampler: hold half of every matrix, go through all versions together with the other rank."""
+    held = []
+    for name, tensor in trained.items():
+        box = [(0, extent) for extent in tensor.shape]
+        if dim < tensor.dim():
+            half = -(-tensor.shape[dim] // 2)
+            box[dim] = (rank * half, min((rank + 1) * half, tensor.shape[dim]))
+        mine = torch.zeros([end - begin for begin, end in box], dtype=tensor.dtype)
+        held.append(Slice(name, tuple(tensor.shape), tuple(box), mine))
+    follower = Follower(store, SliceTarget(held))
+    follower.reader.load()
+    assert follower.reader.head is not None
+    version = -1
+    with Replica(follower, Group(rank, 2, StoreBoard(open_store(f"{store}-samplers"), f"cut-{dim}"))) as replica:
+        for goal in range(follower.reader.head.manifest.version + 1):
+            joint = replica.prepare(goal, wait_s=LIMIT_S)
+            assert joint is not None
+            version = joint.apply()
+    return version, held
 
 
 def start(store: str, first: int, last: int, killed_at: int) -> list[int]:
