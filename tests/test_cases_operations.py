@@ -603,7 +603,7 @@ def test_second_ctrl_c_ends_a_process_that_waits_for_its_work(cases: Callable[[s
     assert (child.wait(), child.text) == (-signal.SIGINT, "")
     cli_good("pull", root / "store", root / "dest")
     assert make_cases.same_ckpt(root / "dest", root / "v1")
-    assert sorted(os.listdir(root / "dest" / ".deltackpt")) == ["state.json"]
+    assert sorted(os.listdir(root / "dest" / ".deltackpt")) == ["apply.log", "state.json"]
 
 
 def test_copy_of_a_killed_anchor_is_swept_by_the_next_publish(cases: Callable[[str], Path], server: Server) -> None:

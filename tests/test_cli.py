@@ -31,8 +31,8 @@ from deltackpt.publish import publish_folder
 from deltackpt.store import LocalStore
 
 COMMANDS = [
-    "anchor", "bench", "doctor", "log", "mirror", "prune", "publish", "pull", "show", "status", "tag", "verify",
-    "watch",
+    "anchor", "bench", "doctor", "export", "import", "log", "mirror", "prune", "publish", "pull", "show", "status",
+    "tag", "verify", "watch",
 ]  # fmt: skip
 GROUPS = ["channel"]
 REPOSITORY = Path(deltackpt.__file__).parent.parent
