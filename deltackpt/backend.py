@@ -1,7 +1,8 @@
 """The CPU backend: encode, decode and apply groups with a pool of threads.
 
 Memory: encode holds a few pieces and the frames of one group; decode holds the columns of what it was given.
-Kernels and codecs release the GIL, so threads run side by side.
+Kernels and codecs release the GIL, so threads run side by side. Longer than most modules: encode and decode
+share planes, frames and the pool, and each is half of what the other one means.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Measure deltas on pairs of tensors: the candidates of `baselines`, side by side, in one run.
 
 Every candidate's result is compared byte for byte with the new tensors. Never writes to its input.
+Longer than most modules: what is measured, how, and what follows from it stand in one place, to be read together.
 """
 
 from __future__ import annotations

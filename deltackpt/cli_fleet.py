@@ -1,4 +1,6 @@
-"""Commands of the fleet: watch, channel, status. Part of the command line, imported when one of them is used."""
+"""Commands of the fleet: watch, channel, status. Part of the command line, imported when one of them is used.
+
+Longer than most modules: most of it are the options of watch, with their help."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Changes are extracted, applied and fingerprinted on the device, by one launch for all tensors; frames are compressed and
 decompressed on the CPU while the device goes on. Memory of its own: tables of 10 bytes a tile, two windows of columns,
-and the columns of what is staged. The only module that needs cuda-core; torch owns all device memory.
+and the columns of what is staged. The only module that needs cuda-core; torch owns all device memory. Longer
+than most modules: the tables, windows and launches of a device are of no use apart.
 """
 
 from __future__ import annotations

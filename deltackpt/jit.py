@@ -2,7 +2,7 @@
 
 One pass over memory: compare, extract, fingerprint. Rows are runs of elements given by address, so one call
 serves any number of tensors, at any alignment. Compiled once per machine and cached on disk. Never bounds-checks
-columns: `kernels.check` must have passed.
+columns: `kernels.check` must have passed. Longer than most modules: the compiled functions call each other inline.
 """
 
 from __future__ import annotations

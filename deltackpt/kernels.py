@@ -2,7 +2,8 @@
 
 Two implementations with the same bytes: numba where it is installed and the work is worth its import, numpy
 otherwise. Memory is given by address: rows of `Segments` and one u64 address each, of the row's first element.
-The caller keeps that memory alive and, for `apply`, to itself.
+The caller keeps that memory alive and, for `apply`, to itself. Longer than most modules: each numpy kernel stands
+beside the call of its compiled twin.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Data first, then objects by content, the manifest last: DST is a store of its own at every moment, and whatever a killed
 run left is used or replaced by the next one. Several runs at once do the same work and all succeed. In SRC nothing is
-written but a lease.
+written but a lease. Longer than most modules: the order of copies, and what a killed run may leave, are one
+argument.
 """
 
 from __future__ import annotations

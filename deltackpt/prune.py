@@ -2,7 +2,7 @@
 
 In two phases, each safe to kill: a record under `pruned/` declares data gone, so that readers plan around it; the data
 itself is removed by a later run, after a grace period by the store's clock. Whatever a killed run left is finished by
-the next one.
+the next one. Longer than most modules: what is needed is found and found again by the same steps.
 """
 
 from __future__ import annotations

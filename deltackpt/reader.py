@@ -1,4 +1,7 @@
-"""Everything that is read from a store, checked: manifests, layouts, deltas, anchors. Never writes."""
+"""Everything that is read from a store, checked: manifests, layouts, deltas, anchors. Never writes.
+
+Longer than most modules because each kind of object is held against the others before anybody sees it.
+"""
 
 from __future__ import annotations
 

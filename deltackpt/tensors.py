@@ -1,6 +1,7 @@
 """TensorTarget: live torch tensors that are brought from version to version in place.
 
-Storage, strides and addresses stay. No cast, no broadcast, ever. The only module that needs torch.
+Storage, strides and addresses stay. No cast, no broadcast, ever. Longer than most modules: describing, staging,
+applying and undoing are one life of the same tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The right to write to a store: authority, epochs, and the commit of one version.
 
-Order of writes: shards under a unique attempt, objects by content, then the manifest, by one exclusive create.
+Order of writes: shards under a unique attempt, objects by content, then the manifest, by one exclusive create. Longer
+than most modules: who may write, and how an unknown outcome is settled, decide each other.
 """
 
 from __future__ import annotations
