@@ -162,7 +162,7 @@ def test_look_at_a_known_channel_is_one_request_and_no_listing(store: LocalStore
     held = set_channel(store, "eval", 6)
     counted = FaultStore(store)
     assert newer_setting(counted, "eval", after=held.number) is None
-    assert counted.operations == ["size channels/eval/00000000000000000001.json"]
+    assert counted.operations == ["get channels/eval/00000000000000000001.json"]
 
 
 def test_look_at_a_known_channel_finds_all_that_came_since(store: LocalStore) -> None:
