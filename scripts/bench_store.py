@@ -225,7 +225,7 @@ def transfers(work: Path, repeats: int, mib: int) -> Iterator[Line]:
     with serving(root, work) as server:
         objects = Objects(server.endpoint, keys, out)
         what = f"{objects.nbytes >> 20} MiB in {len(keys)} objects from {server.name}"
-        print(f"{what}; {REQUESTS} requests in flight, best of {repeats}; {versions()}", flush=True)
+        print(f"{what}; {REQUESTS} requests in flight, medians of {repeats}; {versions()}", flush=True)
         clients = {name: make(objects) for name, make in CLIENTS.items()}
         for name, fetch in clients.items():
             _require_right(name, fetch, objects, root / BUCKET)
@@ -252,7 +252,8 @@ def _require_right(name: str, fetch: Client, objects: Objects, bucket: Path) -> 
 
 
 def _compared(spent: dict[str, Spent], gb: float) -> Iterator[Line]:
-    speed = {name: gb / min(one.wall) for name, one in spent.items()}
+    # Of single runs the best ones differ by a half; medians of runs taken in turns do not.
+    speed = {name: gb / statistics.median(one.wall) for name, one in spent.items()}
     raw = max(speed["obstore"], speed["boto3"])
     for name, one in spent.items():
         yield Line(f"fetch by {name}", speed[name], "GB/s")
