@@ -24,7 +24,7 @@ RAW, ZSTD, DEFLATE, LZ4, SNAPPY, ANS = range(6)
 NAMES = ("raw", "zstd", "deflate", "lz4", "snappy", "ans")
 """Codec names by their number in the shard index."""
 
-_GAIN = 0.97
+GAIN = 0.97
 """A frame that keeps more than this share of its bytes is stored raw."""
 
 _local = threading.local()
@@ -89,7 +89,7 @@ def encode(codec: int, raw: Bytes) -> tuple[int, Bytes]:
     if codec == RAW:
         return RAW, raw
     stored = _ENCODERS[codec](raw)
-    if len(stored) > _GAIN * len(raw):
+    if len(stored) > GAIN * len(raw):
         return RAW, raw
     return codec, stored
 
@@ -101,7 +101,7 @@ def encode_many(codec: int, raws: Sequence[Bytes], threads: int) -> list[tuple[i
     found = _compressor().multi_compress_to_buffer([memoryview(raw) for raw in raws], threads=threads)
     segments = (memoryview(found[i]) for i in range(len(found)))  # type: ignore[arg-type]  # they are buffers
     pairs = zip(raws, segments, strict=True)
-    return [(RAW, raw) if len(stored) > _GAIN * len(raw) else (ZSTD, stored) for raw, stored in pairs]
+    return [(RAW, raw) if len(stored) > GAIN * len(raw) else (ZSTD, stored) for raw, stored in pairs]
 
 
 def _decode_zstd(stored: Bytes, nbytes: int) -> bytes:
