@@ -27,7 +27,7 @@ import click
 from deltackpt.errors import ChainError, ConfigError, DeltaError
 
 if TYPE_CHECKING:
-    from deltackpt.layout import Layout
+    from deltackpt.layout import Tiling
     from deltackpt.manifest import Manifest, Placement
     from deltackpt.reader import Reader
     from deltackpt.store import Store
@@ -729,7 +729,7 @@ def _log_text(store: str, manifests: Sequence[Manifest]) -> str:
 def show(output: Output, store: str, version: int | None) -> None:
     """Show all that STORE says of one VERSION.
 
-    Without VERSION the newest one. A manifest, and what its layout and placement come to.
+    Without VERSION the newest one. A manifest, and what its layout, placement and partition come to.
 
     \b
       deltackpt show /mnt/fs/run7
@@ -746,15 +746,16 @@ def show(output: Output, store: str, version: int | None) -> None:
     if version is None:
         version = max(listed_versions(opened), default=0)
     entry = read_entry(opened, version)
-    layout, placement = reader.layout(entry.manifest.layout), reader.placement(entry.manifest)
+    placement = reader.placement(entry.manifest)
     manifest: dict[str, object] = msgspec.to_builtins(entry.manifest)
-    summary = _layout_summary(layout, placement)
+    summary = _layout_summary(reader.tiling(entry.manifest), placement)
     pruned = reader.is_pruned(version)
     fields = {"store": store, "digest": entry.digest, "pruned": pruned, "manifest": manifest, "layout": summary}
     output.result(fields, _show_text(entry.digest, pruned, manifest, summary))
 
 
-def _layout_summary(layout: Layout, placement: Placement) -> dict[str, object]:
+def _layout_summary(tiling: Tiling, placement: Placement) -> dict[str, object]:
+    layout = tiling.layout
     dtypes: dict[str, dict[str, int]] = {}
     for dtype, nbytes in zip(layout.dtypes, layout.nbytes.tolist(), strict=True):
         one = dtypes.setdefault(dtype, {"tensors": 0, "bytes": 0})
@@ -766,7 +767,7 @@ def _layout_summary(layout: Layout, placement: Placement) -> dict[str, object]:
     ]
     return {
         "tensors": len(layout.names), "elements": layout.total_elements, "bytes": layout.total_bytes,
-        "groups": len(layout.groups), "dtypes": dtypes, "files": files,
+        "groups": len(tiling.groups), "dtypes": dtypes, "files": files,
     }  # fmt: skip
 
 

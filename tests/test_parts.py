@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import pytest
+from helpers import cli_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_cases import read_ckpt
@@ -114,6 +116,13 @@ def test_deep_verify_mirror_and_anchor_take_parts(tmp_path: Path) -> None:
     for store, anchors in ((made.url, (0, 3)), (tmp_path / "mirror", (0,))):
         report = verify_store(LocalStore(store), deep=True)
         assert (report.problems, report.rebuilt, report.anchors) == ((), 5, anchors)
+
+
+def test_show_counts_the_groups_of_the_partition(tmp_path: Path) -> None:
+    """It said the number of groups that the layout would have without parts."""
+    made = stream(tmp_path)
+    shown = [json.loads(cli_run("show", made.url, version, "--json").output) for version in ("1", "2")]
+    assert [one["layout"]["groups"] for one in shown] == [5, 3]
 
 
 def test_prune_keeps_partitions(tmp_path: Path) -> None:
