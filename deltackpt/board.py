@@ -300,22 +300,72 @@ class Trouble(msgspec.Struct, frozen=True):
         return found
 
 
-class Round:
-    """One thing that a group does together: values under keys of its own, and who is alive.
+class Watch:
+    """Who of a group gets on, through all of its rounds.
 
     A lease is kept by progress: each rank counts its steps, and one whose count stands still for the length of the
-    lease, by the clock of who looks, is out. Nothing is decided by that: it says only who goes on. Every decision
-    is the value of a key that is created once, so that two who both go on agree, and a rank that wakes up
-    follows what was decided.
+    lease, by the clock of who looks, is out. Who is out when a round ends is out in the next one too until its count
+    moves, so that a death is waited for once. Between rounds nobody counts: all others have a lease from there.
     """
 
-    def __init__(self, group: Group, board: Board, number: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.group, self.board, self.number, self._clock = group, board, number, clock
-        self.made: list[str] = []
+    def __init__(self, group: Group, board: Board, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.group, self.board, self._clock = group, board, clock
+        self._number, self._steps, self._told = 0, 0, -math.inf
         self._seen: dict[int, tuple[bytes | None, float]] = {}
         self._looked: dict[int, float] = {}
-        self._steps, self._told = 0, -math.inf
+        self._out: set[int] = set()
+
+    def begin(self, number: int) -> None:
+        """Go on to a round."""
+        self._number, self._told = number, -math.inf
+        self._looked.clear()
+        self._seen = {rank: seen for rank, seen in self._seen.items() if rank in self._out}
+
+    def step(self) -> None:
+        """Say that this rank makes progress; told to others some ten times per lease."""
+        self._steps += 1
+        now = self._clock()
+        if now - self._told >= self.group.lease_s / 10:
+            self._told = now
+            self.board.put(f"steps/{self.group.rank}", b"%d %d" % (self._number, self._steps))
+
+    def look(self, rank: int) -> bool:
+        """Look at the count of a rank, some twenty times per lease; returns whether it was time to."""
+        now = self._clock()
+        if now - self._looked.get(rank, -math.inf) < self.group.lease_s / 20:
+            return False
+        self._looked[rank] = now
+        found = self.board.get(f"steps/{rank}")
+        if found is not None and int(found.partition(b" ")[0]) > self._number:
+            found = b"later"  # whatever it does now, it does nothing more in this round
+        if rank not in self._seen or self._seen[rank][0] != found:
+            self._seen[rank] = (found, now)
+            self._out.discard(rank)
+        return True
+
+    def out(self, rank: int) -> bool:
+        """Whether a rank that was looked at has shown no progress for the length of the lease."""
+        if self._clock() - self._seen[rank][1] >= self.group.lease_s:
+            self._out.add(rank)
+        return rank in self._out
+
+
+_AHEAD = 8
+"""Ranks that all watch, though a living one before them decides: those of them that die together cost one lease."""
+
+
+class Round:
+    """One thing that a group does together: values under keys of its own.
+
+    Nothing is decided by who is out: it says only who goes on. Every decision is the value of a key that is created
+    once, so that two who both go on agree, and a rank that wakes up follows what was decided. watch: of all rounds.
+    """
+
+    def __init__(self, watch: Watch, number: int) -> None:
+        self.group, self.board, self.number, self._watch = watch.group, watch.board, number, watch
+        self.made: list[str] = []
         self.troubles: dict[int, Trouble] = {}
+        watch.begin(number)
 
     def key(self, name: str) -> str:
         """Return a key of this round."""
@@ -336,26 +386,17 @@ class Round:
         return self.board.create(self.key(name), value)
 
     def step(self) -> None:
-        """Say that this rank makes progress; told to others some ten times per lease."""
-        self._steps += 1
-        now = self._clock()
-        if now - self._told >= self.group.lease_s / 10:
-            self._told = now
-            self.put(f"steps/{self.group.rank}", b"%d" % self._steps)
+        """Say that this rank makes progress."""
+        self._watch.step()
 
     def out(self, rank: int) -> bool:
         """Whether a rank has said that it is gone, or has shown no progress for the length of the lease."""
         if rank == self.group.rank:
             return False
-        now = self._clock()
-        if now - self._looked.get(rank, -math.inf) >= self.group.lease_s / 20:
-            self._looked[rank] = now
-            found = self.get(f"steps/{rank}")
-            if rank not in self._seen or self._seen[rank][0] != found:
-                self._seen[rank] = (found, now)
+        if self._watch.look(rank):
             self.failed(rank)
         trouble = self.troubles.get(rank)
-        return (trouble is not None and trouble.gone) or now - self._seen[rank][1] >= self.group.lease_s
+        return (trouble is not None and trouble.gone) or self._watch.out(rank)
 
     def failed(self, rank: int) -> Trouble | None:
         """Return why a rank leaves its work to others, if it does."""
@@ -368,19 +409,23 @@ class Round:
         self.troubles[self.group.rank] = trouble
         self.put(f"trouble/{self.group.rank}", msgspec.json.encode(trouble))
 
-    def turn(self, ranks: Iterable[int]) -> bool:
+    def _all(self, ranks: Sequence[int], ends: Callable[[int], object]) -> bool:
+        """Whether something is so of all of `ranks`; the first few are all asked."""
+        return all([ends(rank) for rank in ranks[:_AHEAD]]) and all(ends(rank) for rank in ranks[_AHEAD:])
+
+    def lost(self, ranks: Sequence[int]) -> bool:
+        """Whether all of `ranks` are out or failed."""
+        return self._all(ranks, lambda rank: self.out(rank) or self.failed(rank))
+
+    def turn(self, ranks: Sequence[int]) -> bool:
         """Whether it is this rank's turn: it is the first of `ranks` that is neither out nor failed."""
-        for rank in ranks:
-            if rank == self.group.rank:
-                return rank not in self.troubles
-            if not self.out(rank) and not self.failed(rank):
-                return False
-        return False
+        mine = self.group.rank
+        return mine in ranks and mine not in self.troubles and self.lost(ranks[: ranks.index(mine)])
 
     def leads(self, ranks: Sequence[int]) -> bool:
         """Whether this rank decides: every lower one of `ranks` is out; if it is none of them, all are."""
         mine = self.group.rank
-        return all(self.out(rank) for rank in ranks if rank < mine or mine not in ranks)
+        return self._all([rank for rank in ranks if rank < mine or mine not in ranks], self.out)
 
     def decided(
         self,
@@ -398,6 +443,9 @@ class Round:
         pause = self.board.poll_s
         while True:
             found = self.get(name)
+            # Who may have to decide soon has to know by then who is out.
+            for rank in ranks if found is None and self.group.rank in ranks[:_AHEAD] else ():
+                self.out(rank)
             if found is None and self.leads(ranks) and (value := decide()) is not None:
                 found = self.create(name, value)
             if found is not None:

@@ -23,7 +23,7 @@ import zstandard
 
 from deltackpt import backend
 from deltackpt.anchor import Source, Weights, assembled_draft, put_assembled, put_piece, read_piece
-from deltackpt.board import Counted, Group, Round, StoreBoard, Trouble, sweep_boards
+from deltackpt.board import Counted, Group, Round, StoreBoard, Trouble, Watch, sweep_boards
 from deltackpt.checkpoint import addresses, default_placement, mapped, open_folder
 from deltackpt.digest import U64, sha256, state_fingerprint
 from deltackpt.errors import ConfigError, DeltaError, Unavailable
@@ -272,11 +272,10 @@ class Collective:
         self.run_id, self.resume, self.new_lineage = run_id, resume, new_lineage
         self.codec, self.form, self.frozen, self.threads = codec, form, frozen, threads
         self.anchors = anchors
-        self.expected = tuple(range(group.size))
         self.ground: _Ground | None = None
         self.open: tuple[_Ground, bytes] | None = None
         self.broken = ""
-        self._rounds = 0
+        self._watch, self._rounds = Watch(group, self.board), 0
         self._made: list[list[str]] = []
 
     def publish(
@@ -289,7 +288,7 @@ class Collective:
         if self.broken:
             raise ConfigError(self.broken)
         self._forget()
-        round_ = Round(self.group, self.board, self._rounds)
+        round_ = Round(self._watch, self._rounds)
         self._rounds += 1
         self._made.append(round_.made)
         try:
@@ -352,11 +351,11 @@ class _Publish:
     def run(self) -> Manifest:
         """Go through all stages."""
         self._arrive()
-        self.plan = _json.decode(self.round.decided("plan", self.owner.expected, self._make_plan), type=_Plan)
+        everybody = range(self.round.group.size)
+        self.plan = _json.decode(self.round.decided("plan", everybody, self._make_plan), type=_Plan)
         self._settle_open()
         if self.plan.trouble is not None:
             raise _Ended(self.plan.trouble)
-        self.owner.expected = self.plan.roster
         self._enter()
         try:
             decision = self._work()
@@ -394,7 +393,7 @@ class _Publish:
                 arrived[rank] = _json.decode(raw, type=_Arrival)
             elif trouble := self.round.failed(rank):
                 return _json.encode(_Plan(trouble=Trouble(trouble.kind, f"rank {rank}: {trouble.text}")))
-            elif rank in self.owner.expected and not self.round.out(rank):
+            elif not self.round.out(rank):
                 return None
         first = self.owner.ground is None
         missing = [rank for rank in range(self.round.group.size) if rank not in arrived]
@@ -741,7 +740,7 @@ class _Publish:
             if not holders or self._part_done(part):
                 continue
             candidates = self._candidates(part)
-            if all(self.round.out(rank) or self.round.failed(rank) for rank in candidates):
+            if self.round.lost(candidates):
                 return self._lost(part, holders)
             waiting = True
         return waiting
@@ -857,7 +856,7 @@ class _Publish:
             return _json.encode(differ)
         ground = self.ground
         if not all([self._file_done(number) for number in range(len(ground.placement.files))]):
-            if all(self.round.out(rank) or self.round.failed(rank) for rank in self.plan.roster):
+            if self.round.lost(self.plan.roster):
                 trouble = next(t for t in self.round.troubles.values())
                 return _json.encode(_Decision(trouble=trouble))
             return None

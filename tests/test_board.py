@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deltackpt.board import Board, Group, Round, StoreBoard, TcpBoard, Trouble, serve_tcp, sweep_boards
+from deltackpt.board import Board, Group, Round, StoreBoard, TcpBoard, Trouble, Watch, serve_tcp, sweep_boards
 from deltackpt.errors import ConfigError, Unavailable
 from deltackpt.store import LocalStore
 
@@ -50,7 +50,7 @@ class Clock:
 @pytest.fixture
 def rounds(board: Board) -> tuple[Callable[[int], Round], Clock]:
     clock = Clock()
-    return lambda rank: Round(Group(rank, 3, board, 10.0), board, 0, clock=clock), clock
+    return lambda rank: Round(Watch(Group(rank, 3, board, 10.0), board, clock=clock), 0), clock
 
 
 def test_a_rank_is_out_when_its_steps_stand_still_for_a_lease(rounds: tuple[Callable[[int], Round], Clock]) -> None:
@@ -91,6 +91,49 @@ def test_the_first_rank_that_is_not_out_leads(rounds: tuple[Callable[[int], Roun
     assert not one.leads((0, 2))
     clock.now += 10.0
     assert one.leads((0, 2))
+
+
+def test_ranks_that_die_together_are_found_out_in_one_lease(rounds: tuple[Callable[[int], Round], Clock]) -> None:
+    """Each was looked at only when the one before it was out: two deaths cost two leases."""
+    make, clock = rounds
+    two = make(2)
+    assert not two.leads((0, 1, 2))
+    assert not two.turn((1, 0, 2))
+    clock.now += 10.0
+    assert two.leads((0, 1, 2))
+    assert two.turn((1, 0, 2))
+
+
+def test_a_rank_that_is_out_stays_out_in_later_rounds_until_it_counts(board: Board) -> None:
+    """A death was waited for again by the plan of the next round."""
+    clock = Clock()
+    zero, one, two = (Watch(Group(rank, 3, board, 10.0), board, clock=clock) for rank in range(3))
+    round_, late, other = Round(zero, 0), Round(one, 0), Round(two, 0)
+    assert not round_.out(1)
+    assert not round_.out(2)
+    clock.now += 9.0
+    other.step()
+    assert not round_.out(2)
+    clock.now += 1.0
+    assert round_.out(1)
+    clock.now += 1000.0  # between rounds nobody counts
+    after = Round(zero, 1)
+    assert after.out(1)
+    assert not after.out(2)
+    late.step()  # it woke up, and is still in the round before
+    clock.now += 1.0
+    assert not after.out(1)
+
+
+def test_a_rank_that_went_on_to_a_later_round_is_out_in_this_one(board: Board) -> None:
+    clock = Clock()
+    zero, one = (Watch(Group(rank, 2, board, 10.0), board, clock=clock) for rank in range(2))
+    round_, other = Round(zero, 0), Round(one, 5)
+    for _ in range(10):
+        other.step()
+        assert not round_.out(1)
+        clock.now += 1.0
+    assert round_.out(1)
 
 
 def test_a_stopped_host_of_a_tcp_store_is_an_error_within_the_bound() -> None:
