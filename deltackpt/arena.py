@@ -123,7 +123,9 @@ def device_memory(nbytes: int, device: torch.device) -> torch.Tensor:
         address = int(_require(driver.cuMemAlloc(max(1, nbytes)), f"{nbytes} bytes of arena on {device}"))
         held = _DeviceBytes(address, nbytes)
         weakref.finalize(held, _free, device, lambda d: d.cuMemFree(address)).atexit = False
-    return _require_capable(torch.as_tensor(held, device=device), device)
+    memory = torch.as_tensor(held, device=torch.device("cuda", device.index or 0))
+    assert memory.data_ptr() == address, "torch made a copy"
+    return _require_capable(memory, device)
 
 
 def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:

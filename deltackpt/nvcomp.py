@@ -135,10 +135,8 @@ class Queue:
         device = Device(self.device.index or 0)
         device.set_current()
         config = LaunchConfig(grid=(len(source), _SLICES), block=256)
-        launch(
-            device.create_stream(self), config, kernel,
-            *(np.uint64(t.data_ptr()) for t in (source, target, nbytes)),
-        )  # fmt: skip
+        addresses = [np.uint64(t.data_ptr()) for t in (source, target, nbytes)]
+        launch(device.create_stream(self), config, kernel, *addresses)
 
 
 class _Scratch:
@@ -199,10 +197,6 @@ def _format(codec: int) -> Format:
     return FORMATS[codec]
 
 
-def _spans(n: int, step: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + step, n)) for begin in range(0, n, step))
-
-
 @dataclass(frozen=True)
 class Compressed:
     """Compressed frames, one after the other at multiples of 16, with zeros between them.
@@ -248,7 +242,8 @@ def compress(codec: int, raw: torch.Tensor, offset: I64, nbytes: I64, *, algorit
         status = torch.full((n,), _UNSET, dtype=torch.int32, device=raw.device)
         rows = torch.empty((4, n), dtype=torch.int64, device=raw.device)
         end = torch.zeros(1, dtype=torch.int64, device=raw.device)
-        for span in _spans(n, step):
+        for begin in range(0, n, step):
+            span = slice(begin, begin + step)
             source, whole = table[0, span], table[1, span]
             count = len(source)
             library(
@@ -265,11 +260,11 @@ def compress(codec: int, raw: torch.Tensor, offset: I64, nbytes: I64, *, algorit
             rows[0, span], rows[1, span], rows[2, span], rows[3, span] = begins, stored, plain, status[span]
         found, event = queue.download(rows)
         event.synchronize()
-    begin, stored_nbytes, is_plain, statuses = found.numpy().copy()
+    at, stored_nbytes, is_plain, statuses = found.numpy().copy()
     _require_statuses(what, statuses)
-    used = int(begin[-1] + aligned(stored_nbytes[-1]))
+    used = int(at[-1] + aligned(stored_nbytes[-1]))
     kinds = np.where(is_plain != 0, codecs.RAW, codec).astype(np.uint8)
-    return Compressed(memory[:used], begin, stored_nbytes, kinds)
+    return Compressed(memory[:used], at, stored_nbytes, kinds)
 
 
 def aligned(nbytes: Any) -> Any:
@@ -352,8 +347,7 @@ def decompress(
         raise ConfigError(f"{what}: {len(offset)} frames for {len(out_offset)} places")
     _require_readable(what, stored, out.device)
     if backend == HARDWARE:
-        longest = max(int(nbytes.max()), int(out_nbytes.max()))
-        require_engine(codec, out.device, longest)
+        require_engine(codec, out.device, max(int(nbytes.max()), int(out_nbytes.max())))
     queue = Queue(out.device)
     with _fatal(what), queue.current():
         n, options, memory = len(offset), form.decompress_options(backend), _Scratch(queue, scratch)
@@ -366,7 +360,8 @@ def decompress(
             _require_capable((stored, out, actual), out.device)
         step, room = _batch(library, form, options, out_nbytes, n, queue.handle)
         temp = memory.take(room)
-        for span in _spans(n, step):
+        for begin in range(0, n, step):
+            span = slice(begin, begin + step)
             library(
                 form, "DecompressAsync", source[span].data_ptr(), size[span].data_ptr(), due[span].data_ptr(),
                 actual[span].data_ptr(), len(source[span]), temp.data_ptr(), room, target[span].data_ptr(), options,

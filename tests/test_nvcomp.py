@@ -524,3 +524,112 @@ def test_without_a_driver_an_arena_is_refused_in_one_line() -> None:
     for ask in (lambda: arena.capability(device), lambda: arena.host_memory(1, device)):
         with pytest.raises(ConfigError, match=r"no CUDA driver|the CUDA driver cannot be asked"):
             ask()
+
+
+class Driver:
+    """The calls of CUDA's driver that arenas make, over memory of the host. refuse: the call that fails."""
+
+    def __init__(self, refuse: str = "", *, numa: int = 1, is_capable: int = 1) -> None:
+        self.calls: list[str] = []
+        self.memory = (ctypes.c_uint8 * 8192)()
+        self.CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+        self.CUdevice_attribute = self.CUpointer_attribute = int
+        # Any name of an enumeration is its own value.
+        named = type("Named", (), {"__getattr__": lambda _, name: name})()
+        self.CUmemAllocationType = self.CUmemLocationType = self.CUmemAccess_flags = named
+        self.CUmemAllocationGranularity_flags = named
+        attributes = {136: 0b111, 137: 1 << 22, 134: -1, 141: numa}
+        address = ctypes.addressof(self.memory)
+        answers = {
+            "cuInit": (), "cuDevicePrimaryCtxRetain": ("context",), "cuCtxPushCurrent": (), "cuCtxPopCurrent": (),
+            "cuMemGetAllocationGranularity": (4096,), "cuMemCreate": ("handle",), "cuMemAddressReserve": (address,),
+            "cuMemMap": (), "cuMemSetAccess": (), "cuMemUnmap": (), "cuMemAddressFree": (), "cuMemRelease": (),
+        }  # fmt: skip
+
+        def call(name: str, *arguments: Any) -> tuple[Any, ...]:
+            if not name.startswith("cuCtx"):
+                self.calls.append(name)
+            if name == "cuMemSetAccess":
+                self.access = [(a.location.type, a.flags) for a in arguments[2]]
+            return (SimpleNamespace(name="CUDA_ERROR_X"),) if name == refuse else (0, *answers[name])
+
+        for name in answers:
+            setattr(self, name, lambda *a, n=name: call(n, *a))
+        self.cuDeviceGetAttribute = lambda number, device: (0, attributes[number])
+        self.cuPointerGetAttribute = lambda number, pointer: (0, is_capable)
+
+    def CUmemAllocationProp(self) -> Any:
+        self.place = SimpleNamespace(location=SimpleNamespace(), allocFlags=SimpleNamespace())
+        return self.place
+
+    def CUmemAccessDesc(self) -> Any:
+        return SimpleNamespace(location=SimpleNamespace())
+
+
+@pytest.fixture(autouse=True)
+def _no_context_is_remembered() -> Iterator[None]:
+    yield
+    arena._context.cache_clear()
+
+
+DEVICE = torch.device("cuda", 0)
+MAPPED = ["cuInit", "cuDevicePrimaryCtxRetain", "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve",
+          "cuMemMap", "cuMemSetAccess"]  # fmt: skip
+
+
+def test_host_arena_is_given_back_in_reverse_with_the_last_that_looks_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(arena, "_driver", lambda: driver)
+    assert arena.capability(DEVICE) == arena.Capability(7, 4194304)
+    memory = arena.host_memory(5000, DEVICE)
+    assert len(memory) == 5000
+    assert memory.data_ptr() == ctypes.addressof(driver.memory)
+    assert driver.place.allocFlags.usage == 2
+    assert (driver.place.location.type, driver.place.location.id) == ("CU_MEM_LOCATION_TYPE_HOST_NUMA", 0)
+    assert driver.access == [
+        ("CU_MEM_LOCATION_TYPE_HOST_NUMA", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE"),
+        ("CU_MEM_LOCATION_TYPE_DEVICE", "CU_MEM_ACCESS_FLAGS_PROT_READ"),
+    ]
+    view = memory[100:200].numpy()
+    del memory
+    view[0] = 7
+    assert driver.memory[100] == 7
+    assert driver.calls == MAPPED
+    del view
+    assert driver.calls == [*MAPPED, "cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
+
+
+@pytest.mark.parametrize(
+    ("refuse", "undone"),
+    [
+        ("cuMemCreate", []),
+        ("cuMemAddressReserve", ["cuMemRelease"]),
+        ("cuMemMap", ["cuMemAddressFree", "cuMemRelease"]),
+        ("cuMemSetAccess", ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]),
+    ],
+)
+def test_host_arena_that_fails_half_way_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, refuse: str, undone: list[str]
+) -> None:
+    driver = Driver(refuse)
+    monkeypatch.setattr(arena, "_driver", lambda: driver)
+    with pytest.raises(
+        ConfigError, match="5000 bytes of host arena for cuda:0: the CUDA driver answers CUDA_ERROR_X; "
+    ):
+        arena.host_memory(5000, DEVICE)
+    assert driver.calls == [*MAPPED[: MAPPED.index(refuse) + 1], *undone]
+
+
+def test_host_arena_that_the_engine_cannot_reach_is_refused_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(is_capable=0)
+    monkeypatch.setattr(arena, "_driver", lambda: driver)
+    with pytest.raises(ConfigError, match="is not capable of it: pointer attribute 21 is 0") as caught:
+        arena.host_memory(5000, DEVICE)
+    del caught
+    assert driver.calls == [*MAPPED, "cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
+
+
+def test_a_device_that_maps_no_host_memory_has_no_host_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_driver", lambda: Driver(numa=0))
+    with pytest.raises(ConfigError, match=r"cuda:0 maps no memory of the host's nodes \(attribute 141 is 0\)"):
+        arena.host_memory(1, DEVICE)
