@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -179,7 +179,8 @@ def encode(
     codec: of the frames; with form "mask" the inner codec, and zstd around it. form: "sparse" or "mask".
     """
     groups = range(len(layout.groups))
-    return _encode(layout, 0, groups, row_addresses, old, new, codec=codec, form=form, threads=threads)
+    found = _extract(layout, groups, row_addresses, old, new, threads)
+    return encode_extracted(layout, 0, found, codec=codec, form=form, threads=threads)
 
 
 def encode_part(
@@ -204,42 +205,52 @@ def encode_part(
         return boxes[piece.box - first] + (piece.start * piece.width).astype(np.uint64)
 
     groups = range(int(partition.group_begin[part]), int(partition.group_begin[part + 1]))
-    return _encode(partition, part, groups, address, old, new, codec=codec, form=form, threads=threads)
+    found = _extract(partition, groups, address, old, new, threads)
+    return encode_extracted(partition, part, found, codec=codec, form=form, threads=threads)
 
 
-def _encode(
-    tiling: Tiling,
-    part: int,
-    groups: range,
-    address: Callable[[Segments, U64], U64],
-    old: U64,
-    new: U64,
-    *,
-    codec: str,
-    form: str,
-    threads: int | None,
+@dataclass(frozen=True)
+class Piece:
+    """Some tiles of a group, and what changed in them."""
+
+    group: int
+    rows: Segments
+    extracted: Extracted
+
+
+def _extract(
+    tiling: Tiling, groups: range, address: Callable[[Segments, U64], U64], old: U64, new: U64, threads: int | None
+) -> Generator[Piece]:
+    """Yield the pieces of the groups, in order."""
+    jit = use_jit(tiling.layout)
+
+    def compare(item: tuple[int, Segments]) -> Piece:
+        group, rows = item
+        return Piece(group, rows, extract(rows, address(rows, old), address(rows, new), jit=jit))
+
+    yield from in_order(compare, ((g, rows) for g in groups for rows in tiling.groups[g].cut(PIECE)), threads)
+
+
+def encode_extracted(
+    tiling: Tiling, part: int, pieces: Generator[Piece], *, codec: str, form: str, threads: int | None
 ) -> Generator[EncodedGroup, None, None]:
+    """Yield the changed groups of pieces that come in order. Otherwise as `encode`."""
     if codec not in codecs.NAMES or codec == "ans":
         raise ConfigError(f"codec {codec!r} is unknown; expected one of {' '.join(codecs.NAMES[:-1])}")
     if form not in ("sparse", "mask"):
         raise ConfigError(f"form {form!r} is unknown; expected sparse or mask")
-    number, jit = codecs.NAMES.index(codec), use_jit(tiling.layout)
-    pieces = [(g, piece) for g in groups for piece in tiling.groups[g].cut(PIECE)]
-
-    def compare(item: tuple[int, Segments]) -> tuple[int, Segments, Extracted]:
-        group, piece = item
-        return (group, piece, extract(piece, address(piece, old), address(piece, new), jit=jit))
-
+    number = codecs.NAMES.index(codec)
     group: _Group | None = None
-    for g, piece, extracted in in_order(compare, pieces, threads):
-        if group is None or group.number != g:
-            if group is not None and (done := group.finish()):
-                yield done
-            make = _SparseGroup if form == "sparse" else _MaskGroup
-            group = make(g, tiling, number, threads or default_threads(), part)
-        group.add(piece, extracted)
-    if group is not None and (done := group.finish()):
-        yield done
+    with contextlib.closing(pieces):
+        for piece in pieces:
+            if group is None or group.number != piece.group:
+                if group is not None and (done := group.finish()):
+                    yield done
+                make = _SparseGroup if form == "sparse" else _MaskGroup
+                group = make(piece.group, tiling, number, threads or default_threads(), part)
+            group.add(piece.rows, piece.extracted)
+        if group is not None and (done := group.finish()):
+            yield done
 
 
 class _Group:
@@ -589,10 +600,14 @@ class Encoding(Protocol):
 class Device(Protocol):
     """Memory with tensors in it, and the work on them. Addresses are u64, one a tensor, of contiguous bytes.
 
+    They are those that `hold` and `allocate` gave, or inside of what those gave: pointers, or numbers of the device's.
     detached: `encode` has read the new tensors when it returns, so that they may change while groups are made.
     """
 
     detached: bool
+
+    def hold(self, tensors: Sequence[object]) -> tuple[object, U64]:
+        """Return what is to be held as long as these contiguous tensors or arrays are used, and their addresses."""
 
     def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Encoding:
         """Compare two copies of the tensors."""
@@ -624,9 +639,13 @@ class Cpu:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads
 
+    def hold(self, tensors: Sequence[object]) -> tuple[object, U64]:
+        """See Device."""
+        return tensors, pointers(tensors)
+
     def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Encoding:
         """See Device."""
-        return _CpuEncoding(self, layout, encode(layout, old, new, codec=codec, form=form, threads=self.threads))
+        return HostEncoding(self, layout, encode(layout, old, new, codec=codec, form=form, threads=self.threads))
 
     def stage(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[Staged]:
         """See Device."""
@@ -650,9 +669,19 @@ class Cpu:
         view(target, nbytes)[:] = view(source, nbytes)
 
 
+def pointers(tensors: Sequence[object]) -> U64:
+    """Return the address of the first byte of torch tensors and numpy arrays, as they give it."""
+    found = (
+        t.__array_interface__["data"][0] if isinstance(t, np.ndarray) else cast("Any", t).data_ptr() for t in tensors
+    )
+    return np.fromiter(found, np.uint64, len(tensors))
+
+
 @dataclass
-class _CpuEncoding:
-    device: Cpu
+class HostEncoding:
+    """Groups that are encoded in host memory. The base is brought on by decoding them again."""
+
+    device: Device
     layout: Layout
     encoded: Generator[EncodedGroup, None, None]
     kept: list[EncodedGroup] = field(default_factory=list)

@@ -504,6 +504,10 @@ class Cuda:
         if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
             raise ConfigError(f"tensors on {on} need cuda-core; pip install 'deltackpt[cuda13]' (or cuda12)")
 
+    def hold(self, tensors: Sequence[object]) -> tuple[object, U64]:
+        """See backend.Device."""
+        return tensors, backend.pointers(tensors)
+
     def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Extraction:
         """See backend.Device."""
         if form != "sparse" or codec not in codecs.NAMES or codec == "ans":

@@ -196,23 +196,37 @@ def _planes(values: npt.NDArray[np.unsignedinteger], width: int) -> U8:
 def _extract_numpy(segments: Segments, old: U64, new: U64) -> Extracted:
     before, after = _gather(segments, old), _gather(segments, new)
     at = np.flatnonzero(before != after)
+    return extracted(segments, at, before[at], after[at])
+
+
+def extracted(
+    segments: Segments, at: I64, before: npt.NDArray[np.unsignedinteger], after: npt.NDArray[np.unsignedinteger]
+) -> Extracted:
+    """Return what `extract` returns, from the elements that differ.
+
+    at: their indices in all elements of the rows, sorted; before, after: their bits, unsigned, of the rows' width.
+    """
     lengths = segments.tile_lengths
     first = np.cumsum(lengths) - lengths
     tile = np.searchsorted(first, at, side="right") - 1
     counts = np.bincount(tile, minlength=len(lengths))
     dense_tile = 4 * counts > lengths
     is_sparse = ~dense_tile[tile]
-    sparse, tile = at[is_sparse], tile[is_sparse]
-    in_tile = sparse - first[tile]
+    dense_of, tile = tile[~is_sparse], tile[is_sparse]
+    in_tile = at[is_sparse] - first[tile]
     gap = np.where(np.diff(tile, prepend=-1) != 0, in_tile, np.diff(in_tile, prepend=0) - 1)
-    dense = np.flatnonzero(np.repeat(dense_tile, lengths)) if dense_tile.any() else np.empty(0, np.int64)
+    flips = before ^ after
+    dense_end = np.cumsum(np.where(dense_tile, lengths, 0))
+    dense: npt.NDArray[np.unsignedinteger] = np.zeros(int(dense_end[-1]), f"<u{segments.width}")
+    in_dense = at[~is_sparse]
+    dense[in_dense - (first + lengths - dense_end)[dense_of]] = flips[~is_sparse]
     columns = Columns(
         np.where(dense_tile, DENSE, counts).astype(np.uint16),
         _planes(gap.astype(np.uint64), 2),
-        _planes(before[sparse] ^ after[sparse], segments.width),
-        _planes(before[dense] ^ after[dense], segments.width),
+        _planes(flips[is_sparse], segments.width),
+        _planes(dense, segments.width),
     )
-    fp = _changes(segments, at, before[at].astype(np.uint64), after[at].astype(np.uint64))
+    fp = _changes(segments, at, before.astype(np.uint64), after.astype(np.uint64))
     return Extracted(columns, fp, _row_sums(segments, np.ones(len(at), np.uint64), at).astype(np.int64))
 
 

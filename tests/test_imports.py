@@ -16,10 +16,11 @@ PACKAGE = Path(deltackpt.__file__).parent
 ORDER = [
     "errors", "digest", "layout", "partition", "manifest", "chain", "codec", "shard", "jit", "kernels", "local",
     "remote", "probe", "fsspecstore", "obstorestore", "store", "cache", "board", "checkpoint", "backend", "arena",
-    "libnvcomp", "nvcomp", "trial", "cuda", "reader", "folder", "tensors", "ownership", "holding", "slices", "ids",
-    "live", "places", "plans", "scatter", "through", "planned", "follow", "replica", "vllm", "writer", "anchor",
-    "collective", "publish", "verify", "lease", "prune", "mirror", "ledger", "engine", "watch", "control", "weightv",
-    "export", "ingest", "callbacks", "baselines", "bench", "cli", "cli_fleet", "cli_store", "cli_compat",
+    "libnvcomp", "nvcomp", "trial", "cuda", "torchdevice", "reader", "folder", "tensors", "ownership", "holding",
+    "slices", "ids", "live", "places", "plans", "scatter", "through", "planned", "follow", "replica", "vllm",
+    "writer", "anchor", "collective", "publish", "verify", "lease", "prune", "mirror", "ledger", "engine", "watch",
+    "control", "weightv", "export", "ingest", "callbacks", "baselines", "bench", "cli", "cli_fleet", "cli_store",
+    "cli_compat",
 ]  # fmt: skip
 """Each module imports only modules to its left."""
 
