@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from deltackpt.board import Group
     from deltackpt.collective import Collective
     from deltackpt.holding import Pieces
-    from deltackpt.tensors import Live, Params
+    from deltackpt.tensors import Choice, Live, Params
 
 _log = logging.getLogger(__name__)
 
@@ -290,6 +290,8 @@ class Publisher:
     do not fit it are refused by name. Without it the first publish decides. anchors: make one in the background
     when it is due. The base, a copy of all published tensors, is held beside them, in host or device memory.
 
+    backend: see `tensors.choose`; choice: which it became and why, from the first publish on.
+
     group: the ranks of a sharded trainer; then every call is made by all of them, see `publish`, and the base is in
     host memory. frozen: with a group, what becomes of tensors of the serving checkpoint, or of the store, that no
     rank holds: "refuse" names one, "carry" leaves them as they are.
@@ -312,9 +314,13 @@ class Publisher:
         threads: int | None = None,
         group: Group | None = None,
         frozen: Literal["refuse", "carry"] = "refuse",
+        backend: str = "auto",
     ) -> None:
         self._collective: Collective | None = None
+        self._backend, self.choice = backend, cast("Choice | None", None)
         if group is not None:
+            if backend not in ("auto", "cpu"):
+                raise ConfigError(f"backend {backend!r} with a group: ranks encode in host memory; leave it out")
             from deltackpt.collective import Collective
 
             self._collective = Collective(
@@ -339,9 +345,9 @@ class Publisher:
     ) -> Manifest:
         """Commit the tensors as the next version; returns after the commit.
 
-        params: mapping or iterable of (name, torch tensor or numpy array), all on the CPU or all on one NVIDIA GPU;
-        read only, not kept. Raises ConfigError naming a tensor that does not fit; then, as after every error, the base
-        is what it was.
+        params: mapping or iterable of (name, torch tensor or numpy array), all on the CPU or all on one other device of
+        torch; read only, not kept. Raises ConfigError naming a tensor that does not fit; then, as after every error,
+        the base is what it was.
 
         With a group: what this rank holds, as DTensors, `Slice`s, or whole tensors under names that are split over the
         ranks in any way, in host memory (those of a GPU are copied there). A mapping or list is read where it lies; of
@@ -354,11 +360,11 @@ class Publisher:
     ) -> Pending:
         """Begin to publish; returns once the tensors may change again. See `publish`.
 
-        From a GPU that is when the changes have been extracted, and the rest is done in a thread; from the CPU it is
-        after the commit. One version is in flight: the next call waits for it. Its error comes out of `result`, and
-        out of the next call if nobody asked.
+        With backend cuda that is when the changes have been extracted, and the rest is done in a thread; with others
+        it is after the commit. One version is in flight: the next call waits for it. Its error comes out of `result`,
+        and out of the next call if nobody asked.
         """
-        from deltackpt.tensors import collect, device_for
+        from deltackpt.tensors import collect
 
         if self._collective is not None:
             return Pending(partial(self._collective.publish, cast("Pieces", params), step=step, metadata=metadata))
@@ -368,25 +374,39 @@ class Publisher:
         live = collect(cast("Params", params), self._base.layout if self._base is not None else None)
         writer = self._writer
         writer.require_step(step)
-        device = device_for(live.on, self._threads)
+        device = self._device_of(live)
+        held, where = device.hold(live.kept)
         if self._serving is not None:
             self._serving.checkpoint.layout.require_same(live.layout)
         if self._base is None and writer.head is not None and not writer.new_lineage:
-            draft, base = self._adopt(live, device)
+            draft, base = self._adopt(live.layout, where, device)
             if draft is not None:
                 return Pending(partial(self._commit, draft, partial(self._take, base), step, metadata))
             self._take(base)
         if self._base is None:
-            return Pending(partial(self._first, live.layout, live.addresses, device, step, metadata))
+            return Pending(partial(self._first, live.layout, where, device, step, metadata))
         if live.layout is not self._base.layout:
             self._base.layout.require_same(live.layout)
-        if type(self._base.device) is not type(device):
-            raise ConfigError(f"these tensors are on {live.on}, those before were elsewhere; make a new Publisher")
         old = self._base.addresses
-        encoding = device.encode(self._base.layout, old, live.addresses, codec=self._codec, form=self._form)
-        work = partial(self._next, encoding, live.addresses, step, metadata)
+        encoding = device.encode(self._base.layout, old, where, codec=self._codec, form=self._form)
+        work = partial(self._next, encoding, where, step, metadata)
         self._flight = Pending(work, detached=device.detached)
+        del held  # what is not detached has been published
         return self._flight
+
+    def _device_of(self, live: Live) -> Device:
+        """Return the backend. It stays that of the first tensors: the base is in its memory."""
+        from deltackpt.tensors import choose
+
+        if self._base is None:
+            self.choice = choose(live.on, self._backend)
+            return self.choice.device(self._threads)
+        assert self.choice is not None
+        if self.choice.on != live.on:
+            raise ConfigError(
+                f"these tensors are on {live.on}, those before were on {self.choice.on}; make a new Publisher"
+            )
+        return self._base.device
 
     def _join(self) -> None:
         """Wait for the version in flight; raises its error unless that was seen."""
@@ -453,7 +473,7 @@ class Publisher:
     def _take(self, base: _Base) -> None:
         self._base = base
 
-    def _adopt(self, live: Live, device: Device) -> tuple[Draft | None, _Base]:
+    def _adopt(self, given: Layout, where: U64, device: Device) -> tuple[Draft | None, _Base]:
         """Find a base in a store that has versions already.
 
         If what the trainer holds is a version, bit for bit, it is the base once the draft that goes on from that
@@ -465,10 +485,10 @@ class Publisher:
         head, reader = self._writer.head, self._writer.reader
         assert head is not None
         layout = reader.layout(head.manifest.layout)
-        layout.require_same(live.layout)
+        layout.require_same(given)
         placement = self._serving.checkpoint.placement if self._serving else reader.placement(head.manifest)
         base = _Base.of(layout, placement, device)
-        table = device.fingerprints(layout, live.addresses)
+        table = device.fingerprints(layout, where)
         state = state_fingerprint(layout.weights, table)
         version = reader.identify(layout.digest, state)
         if version is not None and version != head.manifest.version and not reader.reachable(version):
@@ -477,7 +497,7 @@ class Publisher:
         if version is None:
             restore_into(reader, head.manifest.version, device, base.addresses)
         else:
-            _copy(device, layout, live.addresses, base.addresses)
+            _copy(device, layout, where, base.addresses)
         self._side_files = self._side_files or head.manifest.side_files
         if version is None:
             return None, base

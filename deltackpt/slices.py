@@ -86,7 +86,7 @@ class SliceTarget(TensorTarget):
         held = self.held()
         return held.layout.weights[held.tensor] * self._table
 
-    def memory(self, layout: Layout) -> TensorMemory:
+    def memory(self, layout: Layout, device: Device) -> TensorMemory:
         """Return nothing to be copied: slices are worked on where they are."""
         return _Direct(layout)
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -41,6 +42,9 @@ DTYPES = {
 }  # fmt: skip
 """Names of torch dtypes and of the same dtypes in safetensors."""
 
+BACKENDS = ("auto", "cpu", "cuda", "torch")
+"""See `choose`."""
+
 
 @lru_cache(maxsize=64)
 def _dtype_of(dtype: object) -> str | None:
@@ -49,9 +53,9 @@ def _dtype_of(dtype: object) -> str | None:
 
 @dataclass(frozen=True)
 class Live:
-    """Tensors that are being published. addresses: contiguous bytes of each, in layout order; kept: what holds them.
+    """Tensors that are being published, in layout order: contiguous ones, or copies.
 
-    on: the torch device on which all of them are.
+    addresses: of the first byte of each, as torch gives it. on: the torch device on which all of them are.
     """
 
     layout: Layout
@@ -87,7 +91,7 @@ def collect(params: Params, known: Layout | None = None) -> Live:
         known if known is not None and known.has(list(found), dtypes, shapes) else Layout(list(found), dtypes, shapes)
     )
     addresses = np.array([found[n][2] for n in layout.names], np.uint64)
-    return Live(layout, addresses, tuple(f[3] for f in found.values()), one_place(places))
+    return Live(layout, addresses, tuple(found[n][3] for n in layout.names), one_place(places))
 
 
 def one_place(places: Mapping[str, object]) -> str:
@@ -99,13 +103,61 @@ def one_place(places: Mapping[str, object]) -> str:
     return str(on)
 
 
-def device_for(on: str, threads: int | None) -> Device:
-    """Return the backend for tensors on a torch device. Raises ConfigError, naming what to install."""
-    if on == "cpu":
-        return Cpu(threads)
-    from deltackpt.cuda import Cuda
+@dataclass(frozen=True)
+class Choice:
+    """The backend for tensors on a torch device, by name, and why it is that one."""
 
-    return Cuda(on, threads)
+    on: str
+    backend: str
+    reason: str
+
+    def device(self, threads: int | None) -> Device:
+        """Return the backend. Raises ConfigError, naming what is missing."""
+        if self.backend == "cpu":
+            return Cpu(threads)
+        if self.backend == "torch":
+            from deltackpt.torchdevice import Torch
+
+            return Torch(self.on, threads)
+        from deltackpt.cuda import Cuda
+
+        return Cuda(self.on, threads)
+
+
+def choose(on: str, backend: str = "auto") -> Choice:
+    """Choose the backend for tensors on a torch device.
+
+    auto: cpu for host memory; for an NVIDIA GPU cuda where it can work; else torch. One that is asked for by name is
+    taken or refused, never replaced. Raises ConfigError, naming what is missing.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} is unknown; expected one of {' '.join(BACKENDS)}")
+    kind = on.partition(":")[0]
+    lacks = _cuda_lacks(on)
+    if backend == "auto":
+        if kind == "cpu":
+            return Choice(on, "cpu", "the tensors are in host memory")
+        if lacks is None:
+            return Choice(on, "cuda", "an NVIDIA GPU")
+        return Choice(on, "torch", lacks)
+    if backend == "cpu" and kind != "cpu":
+        raise ConfigError(f"tensors on {on}: backend cpu works in host memory; move them there, or take backend auto")
+    if backend == "cuda" and lacks is not None:
+        raise ConfigError(f"tensors on {on}: backend cuda cannot be used: {lacks}; take backend auto or torch")
+    return Choice(on, backend, "asked for by name")
+
+
+def _cuda_lacks(on: str) -> str | None:
+    """Say why the cuda backend cannot work there; None: it can."""
+    if on.partition(":")[0] != "cuda":
+        return f"{on} is no NVIDIA GPU"
+    import torch
+
+    if torch.version.hip is not None:
+        return f"{on} is an AMD GPU (HIP {torch.version.hip})"
+    if find_spec("cuda") is None or find_spec("cuda.core") is None:
+        return "cuda-core is not installed; pip install 'deltackpt[cuda13]' (or cuda12)"
+    return None
 
 
 def describe_array(
@@ -129,8 +181,8 @@ def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     dtype = _dtype_of(tensor.dtype)
     if dtype is None:
         raise ConfigError(f"tensor {name}: {tensor.dtype} has no safetensors dtype; convert it before publishing")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"tensor {name} is on {tensor.device}; tensors on the CPU and on NVIDIA GPUs can be used")
+    if tensor.device.type == "meta":
+        raise ConfigError(f"tensor {name} is on meta, where nothing has memory; put it on the CPU or on another device")
     if tensor.layout != torch.strided or (tensor.numel() and tensor.data_ptr() == 0):
         raise ConfigError(
             f"tensor {name}, a {type(tensor).__name__} ({tensor.layout}), has no plain memory on this host: "
@@ -154,14 +206,16 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TensorTarget:
-    """Live tensors by name, on the CPU or on one NVIDIA GPU, as the target of a follower.
+    """Live tensors by name, on the CPU or on one other device of torch, as the target of a follower.
 
     The tensors stay the caller's; they are written only inside `Prepared.apply`. Names that share one storage
-    are written once. Every name must be in the published layout or share the storage of one that is.
+    are written once. Every name must be in the published layout or share the storage of one that is. backend: see
+    `choose`; choice: which it became and why, once the tensors were looked at.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = dict(tensors)
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, backend: str = "auto") -> None:
+        self._tensors, self._backend = dict(tensors), backend
+        self.choice: Choice | None = None
         self.settled = True
         self._version: int | None = None
         self._poisoned = False
@@ -172,7 +226,8 @@ class TensorTarget:
     def device(self, threads: int | None) -> Device:
         """Return the backend of the device that holds the tensors."""
         if self._device is None:
-            self._device = device_for(one_place({n: t.device for n, t in self._tensors.items()}), threads)
+            self.choice = choose(one_place({n: t.device for n, t in self._tensors.items()}), self._backend)
+            self._device = self.choice.device(threads)
         return self._device
 
     def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
@@ -232,14 +287,15 @@ class TensorTarget:
             if name not in layout.position and name not in self._twins:
                 raise ConfigError(f"tensor {name} is not published and would go stale; leave it out of the target")
 
-    def memory(self, layout: Layout) -> Memory:
+    def memory(self, layout: Layout, device: Device) -> Memory:
         """Return addresses for all tensors of the layout; see Memory."""
-        return Memory(layout, self._tensors, self._twins)
+        return Memory(layout, self._tensors, self._twins, device)
 
     def _fingerprints(self, layout: Layout, threads: int | None) -> U64:
-        memory = self.memory(layout)
+        device = self.device(threads)
+        memory = self.memory(layout, device)
         memory.shadow(np.ones(len(layout.names), bool))
-        return self.device(threads).fingerprints(layout, memory.addresses)
+        return device.fingerprints(layout, memory.addresses)
 
     def stage(self, reader: Reader, plan: Plan) -> StagedTensors:
         """Fetch, decode and check everything; the tensors are not touched."""
@@ -258,7 +314,7 @@ def find_twins(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str,
         tensor = tensors[name]
         if tensor.numel() == 0:
             continue
-        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        place = (_first_byte(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if place in owner:
             twins[name] = owner[place]
         else:
@@ -267,6 +323,14 @@ def find_twins(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str,
     for names in by_storage.values():
         _require_apart({n: tensors[n] for n in names})
     return twins
+
+
+def _first_byte(tensor: torch.Tensor) -> object:
+    """Say where a tensor begins; equal answers mean the same byte."""
+    if tensor.device.type in ("cpu", "cuda"):
+        return tensor.data_ptr()
+    # Elsewhere a pointer may be opaque (mps), and one plus an offset another one.
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset()
 
 
 def _require_apart(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -297,14 +361,17 @@ class Memory:
     through shadows: contiguous copies that `write_back` returns (twins are dropped, since their owner was written).
     """
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], twins: Mapping[str, str]) -> None:
-        self.layout, self._tensors, self._twins = layout, tensors, twins
+    def __init__(
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor], twins: Mapping[str, str], device: Device
+    ) -> None:
+        self.layout, self._tensors, self._twins, self._device = layout, tensors, twins, device
         self._shadows: dict[int, torch.Tensor] = {}
-        self.addresses = np.array([tensors[n].data_ptr() for n in layout.names], np.uint64)
-        self._indirect = [
-            i for i, n in enumerate(layout.names)
-            if layout.nbytes[i] and (n in twins or not tensors[n].is_contiguous())
-        ]  # fmt: skip
+        indirect = np.array([n in twins or not tensors[n].is_contiguous() for n in layout.names], bool)
+        self._indirect = np.flatnonzero(indirect & (layout.nbytes > 0)).tolist()
+        self.addresses = np.zeros(len(layout.names), np.uint64)
+        direct = np.flatnonzero(~indirect)
+        held, self.addresses[direct] = device.hold([tensors[layout.names[i]] for i in direct.tolist()])
+        self._held = [held]
 
     def shadow(self, wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
         """Make shadows of the indirect tensors that are wanted, from what they hold now."""
@@ -314,7 +381,8 @@ class Memory:
                 if copy.data_ptr() == self._tensors[self.layout.names[i]].data_ptr():
                     copy = copy.clone()
                 self._shadows[i] = copy
-                self.addresses[i] = copy.data_ptr()
+                held, self.addresses[i : i + 1] = self._device.hold([copy])
+                self._held.append(held)
 
     def write_back(self) -> None:
         """Copy strided shadows to their tensors."""
@@ -372,7 +440,7 @@ class StagedTensors:
         touched = np.zeros(len(self.layout.names), bool)
         for delta, _ in self.deltas:
             touched |= delta.fingerprints != 0
-        memory = target.memory(self.layout)
+        memory = target.memory(self.layout, self.device)
         memory.shadow(touched)
         wrong = self._apply(memory)
         if wrong is None:
@@ -412,7 +480,7 @@ class StagedTensors:
         target._poisoned, target._version = True, None
         if self.anchor is not None:
             return None
-        memory = target.memory(self.layout)
+        memory = target.memory(self.layout, self.device)
         touched = np.zeros(len(self.layout.names), bool)
         for delta, _ in self.deltas:
             touched |= delta.fingerprints != 0
@@ -429,7 +497,7 @@ class StagedTensors:
 
     def _reseed(self, anchor: AnchorSource) -> None:
         """Overwrite every tensor from an anchor and prove the result."""
-        memory = self.target.memory(self.layout)
+        memory = self.target.memory(self.layout, self.device)
         memory.shadow(np.ones(len(self.layout.names), bool))
         read_anchor(anchor, self.device, memory.addresses, self.threads)
         found = self.device.fingerprints(self.layout, memory.addresses)

@@ -14,7 +14,7 @@ from deltackpt import backend
 from deltackpt.errors import ChainError, ConfigError, IntegrityError, Poisoned
 from deltackpt.follow import Follower, Prepared
 from deltackpt.publish import Publisher
-from deltackpt.tensors import TensorTarget, collect, find_twins
+from deltackpt.tensors import Choice, TensorTarget, choose, collect, find_twins
 
 torch = pytest.importorskip("torch")
 
@@ -479,3 +479,55 @@ def test_bytes_collected_are_those_of_the_elements_in_order() -> None:
     assert found["v"] == whole.T.contiguous().numpy().tobytes()
     assert found["swapped"] == np.arange(6, dtype="<f4").tobytes()
     assert found["turned"] == np.ascontiguousarray(swapped.T.astype("<f4")).tobytes()
+
+
+# ---------------------------------------------------------------- which backend
+
+
+def test_auto_takes_what_the_device_allows_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose("cpu") == Choice("cpu", "cpu", "the tensors are in host memory")
+    assert choose("mps:0") == Choice("mps:0", "torch", "mps:0 is no NVIDIA GPU")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert choose("cuda:1") == Choice("cuda:1", "torch", "cuda:1 is an AMD GPU (HIP 6.4)")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr("deltackpt.tensors.find_spec", lambda _name: None)
+    assert choose("cuda:0") == Choice(
+        "cuda:0", "torch", "cuda-core is not installed; pip install 'deltackpt[cuda13]' (or cuda12)"
+    )
+    monkeypatch.setattr("deltackpt.tensors.find_spec", lambda _name: object())
+    assert choose("cuda:0") == Choice("cuda:0", "cuda", "an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_backend_that_can_work_there_is_taken_by_name(backend: str) -> None:
+    assert choose("cpu", backend) == Choice("cpu", backend, "asked for by name")
+
+
+@pytest.mark.parametrize(
+    ("on", "backend", "message"),
+    [
+        ("cpu", "gpu", "backend 'gpu' is unknown; expected one of auto cpu cuda torch"),
+        ("xpu:0", "cpu", "tensors on xpu:0: backend cpu works in host memory; move them there, or take backend auto"),
+        ("cpu", "cuda", "backend cuda cannot be used: cpu is no NVIDIA GPU; take backend auto or torch"),
+        ("npu:0", "cuda", "backend cuda cannot be used: npu:0 is no NVIDIA GPU; take backend auto or torch"),
+    ],
+)
+def test_backend_that_cannot_work_there_is_refused_and_not_replaced(on: str, backend: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(on, backend)
+    assert message in str(caught.value)
+
+
+def test_cuda_is_never_taken_on_hip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ConfigError, match=r"tensors on cuda:0: backend cuda .* cuda:0 is an AMD GPU \(HIP 6.4\)"):
+        choose("cuda:0", "cuda")
+
+
+def test_target_and_publisher_refuse_a_backend_before_anything_is_written(store: Path) -> None:
+    with Publisher(str(store), backend="cuda") as publisher, pytest.raises(ConfigError, match="backend cuda"):
+        publisher.publish({"w": torch.zeros(2)})
+    assert not list(store.glob("manifests/*"))
+    publish(store, {"w": torch.zeros(2)})
+    with pytest.raises(ConfigError, match="backend cuda"):
+        Follower(str(store), TensorTarget({"w": torch.zeros(2)}, backend="cuda")).prepare()

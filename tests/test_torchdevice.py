@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import raw_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import encode_parts
@@ -18,8 +20,11 @@ from deltackpt import backend
 from deltackpt.backend import Cpu
 from deltackpt.digest import keys
 from deltackpt.errors import ConfigError, FormatError, Poisoned
+from deltackpt.follow import Follower
 from deltackpt.layout import Layout
+from deltackpt.publish import Publisher
 from deltackpt.shard import EncodedGroup, Frame, assemble
+from deltackpt.tensors import Choice, TensorTarget
 
 torch = pytest.importorskip("torch", reason="the torch backend works on torch tensors")
 
@@ -27,6 +32,15 @@ from deltackpt import torchdevice  # noqa: E402 - after the check for torch
 from deltackpt.torchdevice import Torch  # noqa: E402
 
 CODECS = ("raw", "zstd", "deflate", "lz4", "snappy")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch's own threads cost more than they give here, and much more on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Held:
@@ -64,7 +78,7 @@ def frames(groups: list[EncodedGroup]) -> Iterator[tuple[int, tuple[Frame, ...]]
     piece=st.sampled_from([10_000, 16 << 20]),
     work=st.sampled_from([9_000, 4 << 20]),
 )
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_bytes_and_fingerprints_are_those_of_the_cpu_backend(
     pair: Pair, codec: str, form: str, skew: int, group_bytes: int, piece: int, work: int
 ) -> None:
@@ -205,3 +219,90 @@ def test_both_backends_copy_and_hold_alike() -> None:
         device.copy(int(addresses[1]), begin, 12)
         assert tensors[1].numpy().tobytes() == contents[1]
         del held, memory
+
+
+# ---------------------------------------------------------------- publishers and targets
+
+
+DTYPES = ("float64", "float32", "bfloat16", "complex64", "int64", "int16", "uint8", "bool", "float8_e4m3fn")
+
+
+def weights(seed: int) -> dict[str, Any]:
+    """Tensors of many dtypes: contiguous, strided, in the middle of a storage, tied, empty, without dimensions."""
+    rng = np.random.default_rng(seed)
+
+    def fresh(dtype: str, *shape: int) -> Any:
+        kind = getattr(torch, dtype)
+        raw = rng.integers(0, 2, (*shape, kind.itemsize), dtype=np.uint8)
+        return torch.from_numpy(raw).view(kind).reshape(shape)
+
+    found = {f"{dtype} {n}": fresh(dtype, n) for dtype in DTYPES for n in (1, 9_001)}
+    found["transposed"] = fresh("float32", 40, 300).T
+    found["odd address"] = fresh("uint8", 1001)[1:]
+    found["scalar"] = fresh("float32", 1)[0]
+    found["empty"] = torch.empty(0, 4, dtype=torch.bfloat16)
+    found["tied"] = found["bfloat16 9001"]
+    return found
+
+
+def raws(tensors: dict[str, Any]) -> dict[str, bytes]:
+    return {name: raw_of(tensor) for name, tensor in tensors.items()}
+
+
+def test_publisher_and_target_go_through_torch_and_write_the_same_store(tmp_path: Path) -> None:
+    shards = []
+    for name in ("cpu", "torch"):
+        with Publisher(str(tmp_path / name), backend=name, run_id="r", anchors=False) as publisher:
+            for seed in range(3):
+                publisher.publish(weights(seed))
+            assert publisher.choice == Choice("cpu", name, "asked for by name")
+        shards.append(sorted(p.read_bytes() for p in tmp_path.glob(f"{name}/data/*/*.safetensors")))
+    assert shards[0] == shards[1]
+    assert len(shards[0]) == 3
+    live = weights(0)
+    places = {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in live.items()}
+    target = TensorTarget(live, backend="torch")
+    assert target.choice is None
+    follower = Follower(str(tmp_path / "torch"), target)
+    for version in (1, 2, 0):
+        prepared = follower.prepare(version)
+        assert prepared is not None
+        assert prepared.apply() == version
+        assert raws(live) == raws(weights(version))
+    assert {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in live.items()} == places
+    assert target.choice == Choice("cpu", "torch", "asked for by name")
+
+
+def test_torch_target_is_reseeded_from_an_anchor(tmp_path: Path) -> None:
+    with Publisher(str(tmp_path / "s"), run_id="r", anchors=False) as publisher:
+        publisher.publish(weights(0))
+        publisher.publish(weights(1))
+    live = weights(5)
+    prepared = Follower(str(tmp_path / "s"), TensorTarget(live, backend="torch")).prepare()
+    assert prepared is not None
+    assert (prepared.previous, prepared.plan.anchor) == (None, 0)
+    prepared.apply()
+    assert raws(live) == raws(weights(1))
+
+
+@pytest.mark.parametrize(("held", "kind"), [(1, "empty"), (0, "rewind"), (7, "delta")])
+def test_torch_publisher_goes_on_from_what_the_store_holds(tmp_path: Path, held: int, kind: str) -> None:
+    store = str(tmp_path / "s")
+    with Publisher(store, run_id="r", anchors=False) as publisher:
+        publisher.publish(weights(0))
+        publisher.publish(weights(1))
+    with Publisher(store, run_id="r", anchors=False, backend="torch") as publisher:
+        manifest = publisher.publish(weights(held))
+        assert manifest.kind == kind
+        publisher.publish(weights(3))
+    live = weights(1)
+    prepared = Follower(store, TensorTarget(live)).prepare()
+    assert prepared is not None
+    prepared.apply()
+    assert raws(live) == raws(weights(3))
+
+
+def test_numpy_arrays_are_published_through_torch(tmp_path: Path) -> None:
+    with Publisher(str(tmp_path / "s"), backend="torch", anchors=False) as publisher:
+        publisher.publish({"w": np.arange(100, dtype=np.int16)})
+        assert publisher.publish({"w": np.arange(1, 101, dtype=np.int16)}).totals.changed == 100
