@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
+
+_PIECE = 1 << 15
+"""Elements that are decoded at once: what is made on the way stays in a cache."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,15 @@ ALPHABETS: Mapping[str, Alphabet] = {
 }
 
 
+@lru_cache
+def _patterns(dtype: str) -> Bits:
+    """Return the bit pattern of each digit."""
+    alphabet = ALPHABETS[dtype]
+    wide = np.arange(1 << alphabet.bits, dtype=np.uint64) << np.uint64(alphabet.shift)
+    bits: Bits = (wide + np.uint64(alphabet.base)).astype(f"<u{element_width(dtype)}")
+    return bits
+
+
 class Planes:
     """The planes of a layout. Ids count the elements of each dtype, in layout order.
 
@@ -100,37 +113,49 @@ class Planes:
         """Return the bit patterns of elements in a plane, as unsigned integers of their width."""
         alphabet, width = ALPHABETS[dtype], element_width(dtype)
         if plane < self.passes - 1:
-            digit = (ids >> (alphabet.bits * plane)) & ((1 << alphabet.bits) - 1)
-            wide = (digit.astype(np.uint64) << np.uint64(alphabet.shift)) + np.uint64(alphabet.base)
-            ordinary: Bits = wide.astype(f"<u{width}")
-            return ordinary
+            return _patterns(dtype)[(ids >> (alphabet.bits * plane)) & ((1 << alphabet.bits) - 1)]
         first = self.values(dtype, 0, ids)
         if dtype == "BOOL":
             return first ^ np.uint8(1)
         # The upper bits: the lowest one of a key is always set.
-        wide = keys(ids.astype(np.uint64)) >> np.uint64(64 - 8 * width)
+        bits: Bits = (keys(ids.astype(np.uint64)) >> np.uint64(64 - 8 * width)).astype(f"<u{width}")
         for mask, pattern, flip in alphabet.odd:
-            wide ^= np.where(wide & np.uint64(mask) == np.uint64(pattern), np.uint64(flip), np.uint64(0))
-        bits: Bits = wide.astype(f"<u{width}")
+            bits ^= (bits & mask == pattern) * bits.dtype.type(flip)
         bits ^= bits == first
         return bits
 
+    def _in_a_row(self, dtype: str, plane: int, first: int, count: int) -> Bits:
+        """Return `values` of consecutive ids."""
+        run = 1 << (ALPHABETS[dtype].bits * plane)  # so many elements have one digit
+        if plane == self.passes - 1 or run == 1:
+            return self.values(dtype, plane, np.arange(first, first + count, dtype=np.int64))
+        begin = np.arange(first - first % run, first + count, run, dtype=np.int64)
+        edges = np.clip(np.append(begin, first + count), first, None)
+        return self.values(dtype, plane, begin).repeat(np.diff(edges))
+
     def tensors(self, plane: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a plane as named tensors of the layout's dtypes and shapes; each owns its memory."""
-        for i, name in enumerate(self.layout.names):
+        first = np.zeros(len(self.layout.names), np.int64)
+        for dtype, tensors in self.tensors_of.items():
+            first[tensors] = self.first_of[dtype][:-1]
+        for i, (begin, count) in enumerate(zip(first.tolist(), self.layout.count.tolist(), strict=True)):
             dtype = self.layout.dtypes[i]
-            first = 0
-            if self.layout.count[i]:
-                first = int(self.first_of[dtype][np.searchsorted(self.tensors_of[dtype], i)])
-            ids = np.arange(first, first + int(self.layout.count[i]), dtype=np.int64)
-            yield name, as_tensor(self.values(dtype, plane, ids).view(np.uint8), dtype, self.layout.shapes[i])
+            values = self._in_a_row(dtype, plane, begin, count)
+            yield self.layout.names[i], as_tensor(values.view(np.uint8), dtype, self.layout.shapes[i])
 
     def decode(self, dtype: str, planes: Sequence[Bits]) -> I64:
         """Return the id that each place shows in all planes, the check included; -1 where it shows none.
 
         planes: for each pass the bit patterns of the same places.
         """
-        alphabet, total = ALPHABETS[dtype], self.elements(dtype)
+        ids = np.empty(len(planes[0]), np.int64)
+        for begin in range(0, len(ids), _PIECE):
+            piece = slice(begin, begin + _PIECE)
+            ids[piece] = self._decode(dtype, [bits[piece] for bits in planes])
+        return ids
+
+    def _decode(self, dtype: str, planes: Sequence[Bits]) -> I64:
+        alphabet = ALPHABETS[dtype]
         ids = np.zeros(len(planes[0]), np.int64)
         good = np.ones(len(ids), bool)
         for plane, bits in enumerate(planes[:-1]):
@@ -138,15 +163,13 @@ class Planes:
             if alphabet.shift:
                 good &= digit & digit.dtype.type((1 << alphabet.shift) - 1) == 0
                 digit >>= digit.dtype.type(alphabet.shift)
-            good &= digit < 1 << alphabet.bits
             if plane < self._digits(dtype):
+                good &= digit < 1 << alphabet.bits
                 ids |= (digit.astype(np.int64) & ((1 << alphabet.bits) - 1)) << (alphabet.bits * plane)
             else:
                 good &= digit == 0
-        good &= ids < total
-        at = np.flatnonzero(good)
-        wrong = self.values(dtype, self.passes - 1, ids[at]) != planes[-1][at]
-        good[at[wrong]] = False
+        good &= ids < self.elements(dtype)
+        good &= self.values(dtype, self.passes - 1, ids) == planes[-1]
         ids[~good] = -1
         return ids
 
@@ -155,6 +178,7 @@ class Planes:
         return self.tensors_of[dtype][np.searchsorted(self.first_of[dtype], ids, side="right") - 1]
 
 
+@lru_cache
 def torch_dtype(dtype: str) -> torch.dtype:
     """Return torch's name for a dtype of a layout. Raises ConfigError where this torch has none."""
     import torch

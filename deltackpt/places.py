@@ -155,21 +155,30 @@ class Runs:
         return Runs(*(np.concatenate([nothing, *(getattr(r, f.name) for r in runs)]) for f in fields(Runs)))
 
 
-def runs_of(elements: I64, live: I64, numbering: Numbering) -> Runs:
-    """Return the runs in one live row. elements: of the checkpoint, where each is: `live`, sorted."""
+def runs_of(elements: I64, live: I64, first: I64) -> Runs:
+    """Return the runs in one live row. elements: of the checkpoint, where each is: `live`, sorted.
+
+    first: the first element of each tensor, and the end; the tensors of the runs are counted in this order.
+    """
     if not len(elements):
         return Runs.join([])
-    order = np.argsort(elements, kind="stable")
-    if (np.diff(elements[order]) > 0).all():
-        elements, live = elements[order], live[order]
-    # Else there are several copies, which would take turns; they are cut as they lie in live memory.
-    owner = numbering.owner(elements)
+    if not (rises := bool((elements[1:] > elements[:-1]).all())):
+        order = np.argsort(elements, kind="stable")
+        if rises := bool((np.diff(elements[order]) > 0).all()):
+            elements, live = elements[order], live[order]
+    hard = np.concatenate(([True], np.diff(elements) != 1))
+    if rises:
+        inside = slice(*np.searchsorted(first, elements[[0, -1]], side="right").tolist())
+        hard[np.searchsorted(elements, first[inside])] = True
+    else:
+        # Several copies, which would take turns if they were sorted; they are cut as they lie in live memory.
+        hard[1:] |= np.diff(np.searchsorted(first, elements, side="right")) != 0
     step = np.diff(live)
-    hard = np.concatenate(([True], (np.diff(elements) != 1) | (np.diff(owner) != 0)))
     starts, count = _series(hard, np.zeros_like(elements), step)
     steps = np.ones_like(starts)
     steps[count > 1] = step[starts[count > 1]]
-    return Runs(elements[starts], live[starts], count, steps, owner[starts], np.zeros_like(starts))
+    tensor = np.searchsorted(first, elements[starts], side="right") - 1
+    return Runs(elements[starts], live[starts], count, steps, tensor, np.zeros_like(starts))
 
 
 def compress(runs: Runs) -> list[PlaceMap]:
@@ -225,31 +234,30 @@ def _kinds(*columns: I64) -> tuple[I64, I64]:
 
 
 def _series(hard: Mask, kind: I64, *steps: I64) -> tuple[I64, I64]:
-    """Return where series of equal steps begin, and how long they are. hard: where one must begin."""
-    steady = np.zeros(len(hard), bool)
-    steady[2:] = ~hard[2:] & ~hard[1:-1]
+    """Return where series of equal steps begin, and how long they are. hard: where one must begin, as at 0."""
+    soft = np.ones(len(hard), bool)
+    soft[2:] = hard[1:-1]
     for step in steps:
-        steady[2:] &= np.diff(step) == 0
-    start = _starts(hard, ~hard & ~steady)
-    at = np.flatnonzero(start)
-    size = np.diff(np.append(at, len(start)))
+        soft[2:] |= step[1:] != step[:-1]
+    soft &= ~hard
+    at = _starts(hard, soft)
+    size = np.diff(np.append(at, len(hard)))
     if (pair := size == 2).any():
         # A pair here and a pair there are no pattern: each would be a shape of its own.
         first = at[pair]
         _, which = _kinds(kind[first], *(s[first] for s in steps))
-        start[first[np.bincount(which)[which] < _FEW] + 1] = True
-        at = np.flatnonzero(start)
-        size = np.diff(np.append(at, len(start)))
+        at = np.sort(np.concatenate((at, first[np.bincount(which)[which] < _FEW] + 1)))
+        size = np.diff(np.append(at, len(hard)))
     return at, size
 
 
-def _starts(hard: Mask, soft: Mask) -> Mask:
+def _starts(hard: Mask, soft: Mask) -> I64:
     """Return where series begin: where they must, and where the step changes unless one has just begun."""
-    here = np.arange(len(hard))
-    before = np.maximum.accumulate(np.where(soft, 0, here))  # the last place where the step did not change
-    odd = (here - before) % 2 == 1
-    begun: Mask = hard | (soft & (odd != hard[before]))
-    return begun
+    changes = np.flatnonzero(soft)
+    first = np.diff(changes, prepend=-1) != 1
+    before = (changes[first] - 1)[np.cumsum(first) - 1]  # the last place where the step did not change
+    odd = (changes - before) % 2 == 1
+    return np.sort(np.concatenate((np.flatnonzero(hard), changes[odd != hard[before]])))
 
 
 def _tight(shapes: I64) -> I64:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -224,7 +224,7 @@ class _Decoding:
     def _decode(self, region: Region) -> _Piece:
         shown = [np.frombuffer(zstandard.decompress(s[region.name]), np.uint8) for s in self.seen]
         # What is the same whatever was loaded, the real weights included, depends on none of them.
-        open_ = np.zeros(region.nbytes, bool)
+        open_ = np.zeros(region.nbytes, np.uint8)
         for now in shown:
             open_ |= now != self.saved[region.name]
         runs = []
@@ -232,13 +232,14 @@ class _Decoding:
             if not open_.any():
                 break
             width = element_width(dtype)
-            n = region.nbytes // width
-            at = np.flatnonzero(open_[: n * width].reshape(n, width).any(axis=1))
-            ids = self.planes.decode(dtype, [now[: n * width].view(f"<u{width}")[at] for now in shown])
+            whole = slice(region.nbytes // width * width)
+            elements = open_[whole].view(f"<u{width}")
+            at = np.flatnonzero(elements)
+            ids = self.planes.decode(dtype, [now[whole].view(elements.dtype)[at] for now in shown])
             at, ids = at[ids >= 0], ids[ids >= 0]
             if len(at):
-                open_[: n * width].reshape(n, width)[at] = False
-                runs.append((width, runs_of(self._elements(dtype, ids), at, self.numbering)))
+                elements[at] = 0
+                runs.append((width, self._runs(dtype, ids, at)))
         planned = sum(w * int(found.count.sum()) for w, found in runs)
         derived, problems = 0, list[str]()
         if open_.any():
@@ -246,7 +247,7 @@ class _Decoding:
                 mine = _bytes_of(one)
                 if set(one.names) & set(self.derived):
                     derived += int(open_[mine].sum())
-                    open_[mine] = False
+                    open_[mine] = 0
             problems = [self._problem(one, shown) for one in region.views if open_[_bytes_of(one)].any()]
             if not problems and open_.any():
                 problems.append(f"{region.name}: bytes between its elements change")
@@ -258,12 +259,13 @@ class _Decoding:
         known = sorted(self.planes.tensors_of, key=lambda d: (d not in own, -element_width(d), d))
         return [d for d in known if self.planes.elements(d)]
 
-    def _elements(self, dtype: str, ids: I64) -> I64:
-        """Turn ids of a dtype into elements of the layout."""
+    def _runs(self, dtype: str, ids: I64, at: I64) -> Runs:
+        """Return the runs of ids of a dtype, as elements of the layout."""
         tensors, first = self.planes.tensors_of[dtype], self.planes.first_of[dtype]
-        which = np.searchsorted(first, ids, side="right") - 1
-        elements: I64 = ids - first[which] + self.numbering.of_tensor[tensors[which]]
-        return elements
+        found = runs_of(ids, at, first)
+        tensor = tensors[found.tensor]
+        elements = found.source - first[found.tensor] + self.numbering.of_tensor[tensor]
+        return replace(found, source=elements, tensor=tensor)
 
     def _problem(self, one: View, shown: Sequence[U8]) -> str:
         """Name a live tensor that shows no ids, and say what was done to the weights."""

@@ -811,7 +811,7 @@ def test_place_maps_have_every_place_and_no_other(case: tuple[Layout, list[Any]]
     source, rows = case
     live = Layout([f"r{i}" for i in range(len(rows))], ["U16"] * len(rows), [(len(r),) for r in rows])
     numbering, live_numbering = Numbering(source), Numbering(live)
-    found = [runs_of(r[r >= 0], np.flatnonzero(r >= 0), numbering) for r in rows]
+    found = [runs_of(r[r >= 0], np.flatnonzero(r >= 0), numbering.first) for r in rows]
     runs = Runs.join([f.moved(live_numbering, i) for i, f in enumerate(found)])
     shown = np.full(int(live_numbering.first[-1]), -1)
     for number, one in enumerate(compress(runs)):
