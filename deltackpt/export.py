@@ -299,7 +299,9 @@ class Exporter:
         # While its bits are flipped it is no version's; after an error the next pass restores another.
         copy, self._copy = self._copy, None
         self._require_positions(copy.layout)
-        walk = _Walk(copy, [(reader.delta(step.version), step) for step in self._steps(version)], self._threads)
+        steps = self._steps(version)
+        with contextlib.closing(reader.deltas([step.version for step in steps])) as deltas:
+            walk = _Walk(copy, list(zip(deltas, steps, strict=True)), self._threads)
         with self._folder(version) as (stage, files):
             nbytes = self._write(stage, files, version, walk)
             walk.require_proven(version)

@@ -113,7 +113,8 @@ class Planes:
         """Return the bit patterns of elements in a plane, as unsigned integers of their width."""
         alphabet, width = ALPHABETS[dtype], element_width(dtype)
         if plane < self.passes - 1:
-            return _patterns(dtype)[(ids >> (alphabet.bits * plane)) & ((1 << alphabet.bits) - 1)]
+            ordinary: Bits = _patterns(dtype)[(ids >> (alphabet.bits * plane)) & ((1 << alphabet.bits) - 1)]
+            return ordinary
         first = self.values(dtype, 0, ids)
         if dtype == "BOOL":
             return first ^ np.uint8(1)

@@ -240,6 +240,8 @@ def positions(segments: Segments, columns: Columns) -> tuple[I64, U64]:
     running = np.cumsum(steps)
     before = np.concatenate(([0], running))[np.cumsum(n) - n]
     sparse = running - np.repeat(before, n) - 1 + np.repeat(first, n)
+    if not dense_tile.any():
+        return sparse, join_planes(columns.values)
     dense = np.flatnonzero(np.repeat(dense_tile, lengths))
     at = np.concatenate((sparse, dense))
     values = np.concatenate((join_planes(columns.values), join_planes(columns.dense)))

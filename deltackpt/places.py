@@ -26,6 +26,14 @@ _FEW = 4
 """A pair of runs is worth a box of its own only if that many pairs are alike."""
 
 
+def last_at(bounds: I64, elements: I64) -> I64:
+    """Return for each element which bound is the last at or before it; -1 where none is. Both are sorted."""
+    if len(bounds) > len(elements):
+        return np.searchsorted(bounds, elements, side="right") - 1
+    cuts = np.searchsorted(elements, bounds)
+    return np.repeat(np.arange(-1, len(bounds)), np.diff(cuts, prepend=0, append=len(elements)))
+
+
 class Numbering:
     """The elements of a layout, counted through. order: tensors by width; first: of each in that order, and the end."""
 
@@ -69,10 +77,10 @@ class PlaceMap:
         return int(self.extent.sum())
 
     def find(self, elements: I64) -> tuple[I64, I64]:
-        """Return which of these source elements have a place (indices), and their live elements."""
+        """Return which of these source elements, sorted, have a place (indices), and their live elements."""
         if not len(self.source) or not len(elements):
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        box = np.searchsorted(self.source, elements, side="right") - 1
+        box = last_at(self.source, elements)
         rest = elements - self.source[box]
         good = box >= 0
         live, kind = self.live[box].copy(), self.kind[box]
@@ -86,7 +94,7 @@ class PlaceMap:
             live += at * live_step[kind]
         good &= rest == 0
         which = np.flatnonzero(good)
-        return which, live[which]
+        return which, live if len(which) == len(live) else live[which]
 
     def expand(self, boxes: slice = slice(None)) -> tuple[I64, I64]:
         """Return all source elements of boxes, and the live element of each."""

@@ -7,6 +7,7 @@ values are read, never written, so a wrong base shows before anything stands sti
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -179,11 +180,11 @@ class StagedPlan:
         scatter = self.target.plan
         published = np.zeros(len(scatter.layout.names), np.uint64)
         groups: dict[int, list[tuple[I64, U64]]] = {}
-        for step in plan.steps:
-            delta = reader.delta(step.version)
-            published += signed(delta, step)
-            for group, found in changes(scatter, delta, reader.threads):
-                groups.setdefault(group, []).append(found)
+        with closing(reader.deltas([step.version for step in plan.steps])) as deltas:
+            for step, delta in zip(plan.steps, deltas, strict=True):
+                published += signed(delta, step)
+                for group, found in changes(scatter, delta, reader.threads):
+                    groups.setdefault(group, []).append(found)
         flips = flips_of(scatter, [merged(c) for _, c in sorted(groups.items())], self.target.addresses, self.threads)
         whole = scatter.whole
         if wrong := compare_fingerprints(

@@ -18,6 +18,7 @@ from deltackpt.digest import U64, contribution
 from deltackpt.errors import IntegrityError
 from deltackpt.kernels import U8, Columns, fingerprint, in_tensors, positions, use_jit, view
 from deltackpt.layout import I64, TILE, Segments
+from deltackpt.places import last_at
 from deltackpt.plans import ScatterPlan
 from deltackpt.reader import Delta
 
@@ -90,8 +91,9 @@ def flips_of(plan: ScatterPlan, groups: Sequence[tuple[I64, U64]], addresses: U6
         which = np.concatenate([w for w, _ in found])
         live = np.concatenate([at for _, at in found])
         copies = np.repeat(np.arange(len(found)), [len(w) for w, _ in found])
-        order = np.argsort(live, kind="stable")
-        which, live, copies = which[order], live[order], copies[order]
+        if not (live[1:] > live[:-1]).all():
+            order = np.argsort(live, kind="stable")
+            which, live, copies = which[order], live[order], copies[order]
         here = list(_columns(plan, live, values[which]))
         began = time.perf_counter()
         reading = [
@@ -115,7 +117,7 @@ def _columns(plan: ScatterPlan, live: I64, values: U64) -> Iterator[Staged]:
         group = plan.live.groups[number]
         at = live[part] - plan.live_numbering.of_group[number]
         begin = np.cumsum(group.count) - group.count
-        row = np.searchsorted(begin, at, side="right") - 1
+        row = last_at(begin, at)
         inside = at - begin[row]
         per = -(-group.count // TILE)
         tile = (np.cumsum(per) - per)[row] + inside // TILE
@@ -143,19 +145,23 @@ def _added(plan: ScatterPlan, width: int, elements: I64, which: I64, copies: I64
     """Return what the changes add to the fingerprints of the checkpoint's tensors. Raises IntegrityError for copies
     of one element that are not equal.
     """
+    numbering = plan.source_numbering
     before, after = np.zeros(len(elements), np.uint64), np.zeros(len(elements), np.uint64)
     first = copies == 0
     before[which[first]], after[which[first]] = old[first], new[first]
-    tensors = plan.source_numbering.owner(elements)
     if (odd := np.flatnonzero(before[which] != old)).size:
-        name = plan.layout.names[int(tensors[which[odd[0]]])]
+        name = plan.layout.names[int(numbering.owner(elements[which[odd[:1]]])[0])]
         raise IntegrityError(f"copies of {name} in the module are not equal; nothing was written; reseed")
-    inside = (elements - plan.source_numbering.of_tensor[tensors]).astype(np.uint64)
-    terms = contribution(width, inside, after) - contribution(width, inside, before)
+    place = last_at(numbering.first, elements)
+    inside = (elements - numbering.first[place]).astype(np.uint64)
+    if width == 8:
+        terms = contribution(width, inside, after) - contribution(width, inside, before)
+    else:
+        terms = contribution(width, inside, after - before)
     total = np.zeros(len(plan.layout.names), np.uint64)
     if len(terms):
-        begin = np.flatnonzero(np.diff(tensors, prepend=-1))
-        total[tensors[begin]] = np.add.reduceat(terms, begin)
+        begin = np.flatnonzero(np.diff(place, prepend=-1))
+        total[numbering.order[place[begin]]] = np.add.reduceat(terms, begin)
     return total
 
 
