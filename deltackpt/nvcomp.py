@@ -87,8 +87,7 @@ def _fatal(what: str) -> Iterator[None]:
         # torch has a class of its own for these only since 2.8.
         if not str(exc).startswith("CUDA error"):
             raise
-        reason = str(exc).splitlines()[0]
-        raise Poisoned(f"{what}: {reason}; the CUDA context is lost, restart the process") from exc
+        raise Poisoned(f"{what}: {str(exc).splitlines()[0]}; the CUDA context is lost, restart the process") from exc
 
 
 class Queue:
@@ -275,13 +274,10 @@ def aligned(nbytes: Any) -> Any:
 def _require_statuses(what: str, statuses: npt.NDArray[Any]) -> None:
     bad = np.flatnonzero(statuses)
     if len(bad):
-        i = int(bad[0])
-        status = int(statuses[i])
-        if status == _UNSET:
-            raise IntegrityError(f"{what}: nvCOMP left frame {i} without a status; try again, or use the CPU")
+        status = int(statuses[bad[0]])
+        answer = "nothing" if status == _UNSET else f"{status} ({STATUS.get(status, 'unknown')})"
         raise IntegrityError(
-            f"{what}: nvCOMP answers {status} ({STATUS.get(status, 'unknown')}) for frame {i} and {len(bad) - 1} "
-            "others; try again, or use the CPU"
+            f"{what}: nvCOMP answers {answer} for frame {bad[0]} and {len(bad) - 1} others; try again, or use the CPU"
         )
 
 
@@ -329,13 +325,13 @@ def decompress(
     were compared before.** offset, nbytes: i64[n], n > 0. out: u8, on a GPU; out_offset, out_nbytes: i64[n], where each
     frame goes and how many bytes it has to have. Bytes; every frame at a multiple of 16; those of `out` on no other.
     scratch: u8 on the device, at least `scratch_nbytes`, for tables and for what the decoder works in; without it they
-    come from torch. With HARDWARE, which never falls back to kernels, stored, out and scratch have to be capable: see
-    `arena`, of which this module asks.
+    come from torch. HARDWARE never falls back to kernels; stored, out and scratch have to be capable, see `arena`, and
+    nvCOMP may wait for what the stream was given before: use a stream of its own.
 
     All is put on torch's current stream. stored, out and scratch belong to the call until that stream has passed it, at
-    the latest when `Check.wait` returns: memory that another stream uses, and host memory, must not be written or freed
-    before; memory that torch allocated on the current stream may be let go at once. Until then nobody may rely on what
-    is in `out`. Raises ConfigError, FormatError for rows out of bounds, Poisoned for a CUDA error.
+    the latest when `Check.wait` returns: memory of another stream or of the host must not be written or freed before;
+    what torch allocated on the current stream may be let go at once. Until then nobody may rely on `out`. Raises
+    ConfigError, FormatError for rows out of bounds, Poisoned for a CUDA error.
     """
     import torch
 

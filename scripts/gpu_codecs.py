@@ -226,6 +226,16 @@ def from_pinned_memory(codec: str) -> str:
     return "exact"
 
 
+def driver() -> str:
+    """What the driver says of the device, whatever comes of it."""
+    with arena._current(DEVICE) as found:
+        numbers = {n: arena._attribute(found, n, DEVICE) for n in (136, 137, 134, 141)}
+    return (
+        f"algorithm mask {numbers[136]:#x}, longest frame {numbers[137]}, host memory node {numbers[134]}, "
+        f"maps host memory {numbers[141]}"
+    )
+
+
 def arenas() -> str:
     """The path of a Decompression Engine, decoded by kernels, out of both arenas."""
     evidence = trial.probe(DEVICE, backend=nvcomp.CUDA)
@@ -545,8 +555,9 @@ def main() -> None:
                 (f"{codec} out of pinned memory", partial(from_pinned_memory, codec)),
             ]
         checks += [
-            ("arenas, by kernels", arenas), ("an arena is given back", arena_is_given_back),
-            ("hardware by name", hardware), ("hardware, past our own check", hardware_unasked),
+            ("the driver says", driver), ("arenas, by kernels", arenas),
+            ("an arena is given back", arena_is_given_back), ("hardware by name", hardware),
+            ("hardware, past our own check", hardware_unasked),
         ]  # fmt: skip
         for name, work in checks:
             results[name] = attempt(name, work)
