@@ -7,7 +7,7 @@ enumerations changed with every one so far, and so did ans streams.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from deltackpt.errors import ConfigError, Poisoned
 
 MAJOR = 6
 """The major version of nvCOMP that is admitted."""
+_SONAME = f"libnvcomp.so.{MAJOR}"
 
 STATUS = {
     0: "Success", 10: "InvalidValue", 11: "NotSupported", 12: "CannotDecompress", 13: "BadChecksum",
@@ -211,19 +212,33 @@ class Library:
         return answer.input, answer.output, answer.temp
 
 
+def _folders() -> list[Path]:
+    """Return where nvCOMP's wheel keeps its libraries, if it is installed."""
+    # Not by import: older wheels of NVIDIA's make `nvidia` a package of one place, which hides those in others.
+    return [folder for entry in sys.path if (folder := Path(entry, "nvidia", "libnvcomp", "lib64")).is_dir()]
+
+
+@lru_cache
+def installed() -> bool:
+    """Say whether there is an nvCOMP, of whatever version: one that is not admitted is an error when it is used."""
+    if _folders():
+        return True
+    try:
+        ctypes.CDLL(_SONAME)
+    except OSError:
+        return False
+    return True
+
+
 @lru_cache
 def load() -> Library:
     """Load nvCOMP: the wheel's, else the system's. Raises ConfigError: what was found, and what to install."""
-    soname = f"libnvcomp.so.{MAJOR}"
-    found = "none"
-    # The packages nvidia.* share a namespace; looking for one imports none of them.
-    spec = importlib.util.find_spec("nvidia.libnvcomp") if importlib.util.find_spec("nvidia") else None
-    for folder in (spec and spec.submodule_search_locations) or ():
-        path = Path(folder, "lib64", soname)
-        if path.exists():
-            return Library(ctypes.CDLL(str(path)), str(path))
-        found = ", ".join(sorted(p.name for p in path.parent.glob("libnvcomp.so*"))) or found
+    folders = _folders()
+    for folder in folders:
+        if (folder / _SONAME).exists():
+            return Library(ctypes.CDLL(str(folder / _SONAME)), str(folder / _SONAME))
     try:
-        return Library(ctypes.CDLL(soname), soname)
+        return Library(ctypes.CDLL(_SONAME), _SONAME)
     except OSError as exc:
-        raise ConfigError(f"{soname} is expected, found: {found}; {_INSTALL}") from exc
+        found = ", ".join(sorted(p.name for f in folders for p in f.glob("libnvcomp.so*"))) or "none"
+        raise ConfigError(f"{_SONAME} is expected, found: {found}; {_INSTALL}") from exc

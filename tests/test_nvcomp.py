@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +30,7 @@ PORTABLE = [codecs.LZ4, codecs.SNAPPY, codecs.DEFLATE, codecs.ZSTD]
 
 
 def wheel() -> Path | None:
-    spec = importlib.util.find_spec("nvidia.libnvcomp") if importlib.util.find_spec("nvidia") else None
-    return Path(next(iter(spec.submodule_search_locations or []))) if spec else None
+    return next((folder.parent for folder in libnvcomp._folders()), None)
 
 
 needs_wheel = pytest.mark.skipif(wheel() is None, reason="nvCOMP is not installed; its licence keeps it out of CI")
@@ -142,17 +141,28 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert not libnvcomp.installed.__wrapped__()
     with pytest.raises(
         ConfigError, match=r"^libnvcomp.so.6 is expected, found: none; pip install 'deltackpt\[cuda13\]'"
     ):
         libnvcomp.load.__wrapped__()
-    (tmp_path / "lib64").mkdir()
-    (tmp_path / "lib64" / "libnvcomp.so.5").touch()
-    old = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: old)
+    folder = tmp_path / "nvidia" / "libnvcomp" / "lib64"
+    folder.mkdir(parents=True)
+    (folder / "libnvcomp.so.5").touch()
+    assert libnvcomp.installed.__wrapped__()
     with pytest.raises(ConfigError, match=r"^libnvcomp.so.6 is expected, found: libnvcomp.so.5; "):
         libnvcomp.load.__wrapped__()
+
+
+def test_library_of_the_wheel_goes_before_that_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: fake())
+    monkeypatch.setattr(sys, "path", ["", "nowhere", str(tmp_path)])
+    assert libnvcomp.load.__wrapped__().path == "libnvcomp.so.6"
+    path = tmp_path / "nvidia" / "libnvcomp" / "lib64" / "libnvcomp.so.6"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert libnvcomp.load.__wrapped__().path == str(path)
 
 
 @pytest.mark.parametrize(
