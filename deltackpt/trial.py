@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Evidence:
     """What a trial showed of decompression on a device. mask, limit: of the driver; *_capable: pointer attribute 21.
 
-    frames, stored, raw: how many, and their bytes, went from host memory into device memory and came out right.
+    backend: asked for and used, which is one thing, since neither replaces the other. frames, stored, raw: how many,
+    and their bytes, went from host memory into device memory and came out right.
     """
 
     nvcomp: str
