@@ -310,16 +310,20 @@ class Watch:
 
     def __init__(self, group: Group, board: Board, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.group, self.board, self._clock = group, board, clock
-        self._number, self._steps, self._told = 0, 0, -math.inf
+        self._number, self._steps, self._told, self._began = 0, 0, -math.inf, -math.inf
         self._seen: dict[int, tuple[bytes | None, float]] = {}
         self._looked: dict[int, float] = {}
         self._out: set[int] = set()
 
     def begin(self, number: int) -> None:
         """Go on to a round."""
-        self._number, self._told = number, -math.inf
+        self._number, self._told, self._began = number, -math.inf, self._clock()
         self._looked.clear()
         self._seen = {rank: seen for rank, seen in self._seen.items() if rank in self._out}
+
+    def waited(self) -> bool:
+        """Whether the round has lasted for a lease."""
+        return self._clock() - self._began >= self.group.lease_s
 
     def step(self) -> None:
         """Say that this rank makes progress; told to others some ten times per lease."""
@@ -354,6 +358,10 @@ _AHEAD = 8
 """Ranks that all watch, though a living one before them decides: those of them that die together cost one lease."""
 
 
+class Forgotten(Exception):
+    """The values of a round were dropped while this rank was still in it: what it finds there decides nothing."""
+
+
 class Round:
     """One thing that a group does together: values under keys of its own.
 
@@ -363,9 +371,23 @@ class Round:
 
     def __init__(self, watch: Watch, number: int) -> None:
         self.group, self.board, self.number, self._watch = watch.group, watch.board, number, watch
-        self.made: list[str] = []
+        self._made: list[str] = []
         self.troubles: dict[int, Trouble] = {}
         watch.begin(number)
+
+    def forget(self) -> None:
+        """Drop what this rank has set. That it is gone is said first, and stays: a key could be created again."""
+        if self.get("over") is None:
+            self.board.create(self.key("over"), b"1")
+        self.board.drop(self._made)
+
+    def _require_kept(self) -> None:
+        if self.get("over") is not None:
+            raise Forgotten
+
+    def waited(self) -> bool:
+        """Whether this round has lasted for a lease, here."""
+        return self._watch.waited()
 
     def key(self, name: str) -> str:
         """Return a key of this round."""
@@ -377,12 +399,12 @@ class Round:
 
     def put(self, name: str, value: bytes) -> None:
         """Set a value that only this rank sets."""
-        self.made.append(self.key(name))
+        self._made.append(self.key(name))
         self.board.put(self.key(name), value)
 
     def create(self, name: str, value: bytes) -> bytes:
         """Decide; returns what was decided, here or by who was first."""
-        self.made.append(self.key(name))
+        self._made.append(self.key(name))
         return self.board.create(self.key(name), value)
 
     def step(self) -> None:
@@ -438,7 +460,7 @@ class Round:
         """Return what was decided under a key; whoever leads asks `decide` until it returns a value.
 
         idle: called between looks, on every rank. Ends as soon as `decide` of a rank that lives does: what it waits
-        for must be bounded by leases.
+        for must be bounded by leases. Raises Forgotten where the others went on so long ago that nothing is known.
         """
         pause = self.board.poll_s
         while True:
@@ -446,9 +468,12 @@ class Round:
             # Who may have to decide soon has to know by then who is out.
             for rank in ranks if found is None and self.group.rank in ranks[:_AHEAD] else ():
                 self.out(rank)
-            if found is None and self.leads(ranks) and (value := decide()) is not None:
-                found = self.create(name, value)
+            if found is None and self.leads(ranks):
+                self._require_kept()
+                if (value := decide()) is not None:
+                    found = self.create(name, value)
             if found is not None:
+                self._require_kept()
                 return found
             self.step()
             idle()

@@ -12,7 +12,7 @@ import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -23,18 +23,29 @@ import zstandard
 
 from deltackpt import backend
 from deltackpt.anchor import Source, Weights, assembled_draft, put_assembled, put_piece, read_piece
-from deltackpt.board import Counted, Group, Round, StoreBoard, Trouble, Watch, sweep_boards
+from deltackpt.board import Counted, Forgotten, Group, Round, StoreBoard, Trouble, Watch, sweep_boards
+from deltackpt.chain import Entry
 from deltackpt.checkpoint import addresses, default_placement, mapped, open_folder
 from deltackpt.digest import U64, sha256, state_fingerprint
-from deltackpt.errors import ConfigError, DeltaError, Unavailable
+from deltackpt.errors import ConfigError, DeltaError, NotFound, Unavailable
 from deltackpt.holding import Held, hold
 from deltackpt.kernels import U8, view
 from deltackpt.layout import BITS, Layout, Segments
-from deltackpt.manifest import AnchorFile, Manifest, Placement, Shard, SideFile, data_prefix, encode
+from deltackpt.manifest import (
+    MAX_MANIFEST,
+    AnchorFile,
+    Manifest,
+    Placement,
+    Shard,
+    SideFile,
+    data_prefix,
+    encode,
+    manifest_key,
+)
 from deltackpt.ownership import Inventory, Part, divide, join_layout
 from deltackpt.partition import Box, Partition
 from deltackpt.shard import EncodedGroup, assemble
-from deltackpt.store import LocalStore, Store, open_store
+from deltackpt.store import LocalStore, Store, open_store, read
 from deltackpt.tensors import restore_into
 from deltackpt.writer import SHARD_BYTES, Draft, Grant, Writer
 
@@ -75,7 +86,10 @@ class _Terms(msgspec.Struct, frozen=True):
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """Who takes part, and how. settled: whether the commit that was left open was made. attempt: of a full copy."""
+    """Who takes part, in which version, and how. settled: whether the commit that was left open was made.
+
+    attempt: of a full copy.
+    """
 
     roster: tuple[int, ...] = ()
     trouble: Trouble | None = None
@@ -83,6 +97,7 @@ class _Plan(msgspec.Struct, frozen=True):
     terms: _Terms | None = None
     kind: Literal["full", "adopt", "delta"] = "delta"
     attempt: str = ""
+    version: int = 0
 
 
 class _PartDone(msgspec.Struct, frozen=True):
@@ -276,7 +291,7 @@ class Collective:
         self.open: tuple[_Ground, bytes] | None = None
         self.broken = ""
         self._watch, self._rounds = Watch(group, self.board), 0
-        self._made: list[list[str]] = []
+        self._past: list[Round] = []
 
     def publish(
         self, params: Pieces, *, step: int | None = None, metadata: Mapping[str, str] | None = None
@@ -287,24 +302,26 @@ class Collective:
         """
         if self.broken:
             raise ConfigError(self.broken)
-        self._forget()
+        while len(self._past) >= _KEPT:
+            self._past.pop(0).forget()
         round_ = Round(self._watch, self._rounds)
         self._rounds += 1
-        self._made.append(round_.made)
+        self._past.append(round_)
         try:
             return _Publish(self, round_, hold(params), step, metadata).run()
         except _Ended as exc:
             raise exc.trouble.error() from exc.__cause__
+        except Forgotten as exc:
+            self.broken = (
+                f"rank {self.group.rank} stood still for so long that the others have forgotten the publish that it "
+                "was in; make a new Publisher on every rank"
+            )
+            raise ConfigError(self.broken) from exc
         except BaseException as exc:
             # The others need not wait for the lease to run out.
             with contextlib.suppress(Unavailable):
                 round_.fail(Trouble.of(exc, gone=True))
             raise
-
-    def _forget(self) -> None:
-        """Drop this rank's values of rounds that nobody asks for any more."""
-        while len(self._made) > _KEPT:
-            self.board.drop(self._made.pop(0))
 
     def close(self) -> None:
         """Nothing to wait for. Values of the last rounds stay on the board: others may not have read them yet."""
@@ -334,6 +351,7 @@ class _Publish:
     done: dict[int, _PartDone] = field(default_factory=dict)
     files: dict[int, AnchorFile] = field(default_factory=dict)
     put: list[str] = field(default_factory=list)
+    told: int = 0  # of `put`, the first so many are known to the others, who may commit them
     plan: _Plan = field(default_factory=_Plan)
     version: int = 0
     _ground: _Ground | None = None
@@ -355,14 +373,16 @@ class _Publish:
         self.plan = _json.decode(self.round.decided("plan", everybody, self._make_plan), type=_Plan)
         self._settle_open()
         if self.plan.trouble is not None:
+            self.owner.broken = ""
             raise _Ended(self.plan.trouble)
         self._enter()
         try:
             decision = self._work()
         except BaseException:
-            self._take_back(())
+            self._take_back((), self.put[self.told :])
             raise
         if decision.trouble is not None:
+            self.owner.broken = ""
             self._take_back(())
             raise _Ended(decision.trouble)
         return self._commit(decision)
@@ -382,6 +402,10 @@ class _Publish:
                 "rank"
             )
         self.round.step()
+        # From here on the others may commit; who does not learn whether they did has no base that can be relied on.
+        self.owner.broken = (
+            f"rank {self.rank} left a publish before it knew how it ended; make a new Publisher on every rank"
+        )
         self.round.put(f"arrival/{self.rank}", _json.encode(_Arrival(content, self.step)))
 
     def _make_plan(self) -> bytes | None:
@@ -397,6 +421,8 @@ class _Publish:
                 return None
         first = self.owner.ground is None
         missing = [rank for rank in range(self.round.group.size) if rank not in arrived]
+        if missing and not self._covered(arrived) and not self.round.waited():
+            return None  # one that was out before may be back
         try:
             settled = self._settle()
             if first and missing:
@@ -413,16 +439,23 @@ class _Publish:
                 )
             terms: _Terms | None = None
             kind: Literal["full", "adopt", "delta"] = "delta"
-            if first:
-                terms, kind = self._make_terms()
-            elif self.owner.ground is not None:
+            if self.owner.ground is None:
+                terms, kind, head = self._make_terms()
+            else:
+                head = self.owner.ground.writer.head
                 self.owner.ground.writer.require_step(self.step)
         except DeltaError as exc:
             return _json.encode(_Plan(trouble=Trouble.of(exc)))
-        return _json.encode(_Plan(tuple(arrived), None, settled, terms, kind, secrets.token_hex(8)))
+        version = head.manifest.version + 1 if head else 0
+        return _json.encode(_Plan(tuple(arrived), None, settled, terms, kind, secrets.token_hex(8), version))
 
-    def _make_terms(self) -> tuple[_Terms, Literal["full", "adopt"]]:
-        """Claim the right to write, and cut the layout into parts."""
+    def _covered(self, ranks: Container[int]) -> bool:
+        """Whether some ranks hold every part."""
+        ground = self.owner.ground
+        return ground is not None and all(any(r in ranks for r in holders) for holders in ground.holders if holders)
+
+    def _make_terms(self) -> tuple[_Terms, Literal["full", "adopt"], Entry | None]:
+        """Claim the right to write, and cut the layout into parts; returns the head too."""
         owner = self.owner
         inventories = {rank: self._inventory(rank) for rank in range(self.round.group.size)}
         writer = Writer(
@@ -443,7 +476,8 @@ class _Publish:
             writer.claim()
         if isinstance(owner.group.board, StoreBoard):
             sweep_boards(owner.store, owner.group.board.session)
-        return _terms(writer, layout, placement, partition, side_files, parts), "full" if full else "adopt"
+        terms = _terms(writer, layout, placement, partition, side_files, parts)
+        return terms, "full" if full else "adopt", writer.head
 
     def _layout(
         self, writer: Writer, inventories: Mapping[int, Inventory]
@@ -494,6 +528,12 @@ class _Publish:
         ground = self.ground
         head = ground.writer.head
         self.version = head.manifest.version + 1 if head else 0
+        if self.version != self.plan.version:
+            owner.broken = (
+                f"rank {self.rank} has the base of version {self.version}, the others that of version "
+                f"{self.plan.version}; make a new Publisher on every rank"
+            )
+            raise ConfigError(owner.broken)
         for part, mine in ground.mine.items():
             mine.take(self.held, ground.layout, ground.tensor(part))
             self.round.step()
@@ -519,13 +559,25 @@ class _Publish:
         return True
 
     def _settle_open(self) -> None:
-        if self.owner.open is None or self.plan.settled is None:
+        settled = self.plan.settled
+        if self.owner.open is None or (settled is None and self.plan.trouble is not None):
             return
-        (ground, raw), self.owner.open = self.owner.open, None
-        if self.plan.settled:
+        ground, raw = self.owner.open
+        if settled is None:
+            settled = self._committed(raw)
+        self.owner.open = None
+        if settled:
             self._advance(ground, raw)
         else:
             ground.writer.forget()
+
+    def _committed(self, raw: bytes) -> bool:
+        """Whether a manifest was put of which the others know that it was, or was not."""
+        version = msgspec.json.decode(raw, type=Manifest).version
+        try:
+            return read(self.owner.store, manifest_key(version), limit=MAX_MANIFEST) == raw
+        except NotFound:
+            return False
 
     def _advance(self, ground: _Ground, raw: bytes) -> Manifest:
         """Bring the base to what was committed, by the very changes that were compared."""
@@ -594,6 +646,7 @@ class _Publish:
                 # Others that hold the same go on with it; where none does, this becomes the error of the round.
                 self.round.fail(Trouble.of(exc))
                 return
+            self.told = len(self.put)
             self.done[part] = _json.decode(self.round.create(f"part/{part}", _json.encode(done)), type=_PartDone)
             if self.done[part].rank != self.rank:
                 self._take_back((), self.put[began:])
@@ -832,13 +885,18 @@ class _Publish:
             turn = number % len(roster)
             if not self.round.turn((*roster[turn:], *roster[:turn])):
                 continue
-            self.put.append(f"{prefix}/{shard.name}")
+            self._share(f"{prefix}/{shard.name}")
             try:
                 file = put_assembled(self.owner.store, prefix, ground.layout, shard, self._sources(), self.round.step)
             except DeltaError as exc:
                 self.round.fail(Trouble.of(exc))
                 return
             self.round.create(f"file/{number}", _json.encode(file))
+
+    def _share(self, key: str) -> None:
+        """Note an object that other ranks may put too, and rely on."""
+        self.put.append(key)
+        self.told = len(self.put)
 
     def _file_done(self, number: int) -> bool:
         if number not in self.files and (raw := self.round.get(f"file/{number}")) is not None:
@@ -867,7 +925,7 @@ class _Publish:
                 np.add.at(table, ground.tensor(part), self._piece_table(part) if holders else self._frozen_table(part))
             prefix = data_prefix(self.version, self.plan.attempt)
             files = tuple(self.files[n] for n in range(len(ground.placement.files)))
-            draft = assembled_draft(ground.writer, prefix, source, self.version, table, files, self.put.append)
+            draft = assembled_draft(ground.writer, prefix, source, self.version, table, files, self._share)
         except DeltaError as exc:
             return _json.encode(_Decision(trouble=Trouble.of(exc)))
         return self._decision(dataclasses.replace(draft, times=self._times()))
@@ -937,6 +995,7 @@ class _Publish:
         """Commit what was decided: one rank puts the manifest, and any other can in its place."""
         owner, ground = self.owner, self.ground
         owner.open = (ground, decision.manifest)
+        owner.broken = ""  # what becomes of the commit, the next round finds out
         raw = self.round.decided("done", self.plan.roster, lambda: self._put_manifest(decision.manifest))
         done = _json.decode(raw, type=_Done)
         if done.trouble is not None and done.unknown:

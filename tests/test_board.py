@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from deltackpt.board import Board, Group, Round, StoreBoard, TcpBoard, Trouble, Watch, serve_tcp, sweep_boards
+from deltackpt.board import (
+    Board,
+    Forgotten,
+    Group,
+    Round,
+    StoreBoard,
+    TcpBoard,
+    Trouble,
+    Watch,
+    serve_tcp,
+    sweep_boards,
+)
 from deltackpt.errors import ConfigError, Unavailable
 from deltackpt.store import LocalStore
 
@@ -134,6 +145,33 @@ def test_a_rank_that_went_on_to_a_later_round_is_out_in_this_one(board: Board) -
         assert not round_.out(1)
         clock.now += 1.0
     assert round_.out(1)
+
+
+def test_a_round_that_was_forgotten_decides_nothing_any_more(board: Board) -> None:
+    """A rank that slept while the others went on and dropped a decision made one of its own, and removed its shards."""
+    clock = Clock()
+    zero, one = (Watch(Group(rank, 2, board, 10.0), board, clock=clock) for rank in range(2))
+    round_, late = Round(zero, 0), Round(one, 0)
+    assert round_.decided("decision", (0, 1), lambda: b"commit") == b"commit"
+    assert late.decided("decision", (0, 1), lambda: b"fail") == b"commit"
+    round_.forget()
+    assert not late.leads((0, 1))
+    clock.now += 10.0
+    with pytest.raises(Forgotten):
+        late.decided("decision", (0, 1), lambda: b"fail")
+    assert late.get("decision") is None
+
+
+def test_a_decision_that_was_made_as_a_round_was_forgotten_does_not_count(board: Board) -> None:
+    zero, one = (Watch(Group(rank, 2, board, 10.0), board) for rank in range(2))
+    round_, late = Round(zero, 0), Round(one, 0)
+
+    def decide() -> bytes:
+        late.forget()
+        return b"fail"
+
+    with pytest.raises(Forgotten):
+        round_.decided("decision", (0, 1), decide)
 
 
 def test_a_stopped_host_of_a_tcp_store_is_an_error_within_the_bound() -> None:

@@ -133,6 +133,19 @@ def test_a_rank_that_cannot_write_leaves_its_part_to_a_replica(warm: ranks.Ranks
     exact(tmp_path / "store", {0: 0, 1: 1, 2: 2})
 
 
+def test_a_rank_that_fails_after_it_has_told_its_part_leaves_it_to_the_others(
+    warm: ranks.Ranks, tmp_path: Path
+) -> None:
+    """It removed its shards, though the others went on and committed them; and it went on from a base of before."""
+    outcome = warm.run(tmp_path, "rows", [0, 1, 2], size=3, faults={1: ("claimed", 1, "RAISE")}, lease_s=LEASE_S)
+    assert outcome.codes == [0, 0, 0], outcome.logs
+    assert [line[:2] for line in outcome.said[1]] == [["version", 0], ["error", "StoreError"], ["error", "ConfigError"]]
+    assert "rank 1 left a publish before it knew how it ended" in outcome.said[1][2][2]
+    for rank in (0, 2):
+        assert [line[:2] for line in outcome.said[rank]] == [["version", 0], ["version", 1], ["error", "Unavailable"]]
+    equal(followed(tmp_path / "store", 1), ranks.state(1))
+
+
 @pytest.mark.parametrize(("stage", "action"), [("encode", "KILL"), ("upload", "STOP")])
 def test_a_part_that_only_one_rank_held_fails_the_publish_everywhere(
     warm: ranks.Ranks, tmp_path: Path, stage: str, action: str
