@@ -78,7 +78,8 @@ class Copy:
 
     def live(self) -> Live:
         """Describe the tensors for a publisher."""
-        return Live(self.layout, self.addresses, (self._memory,), "cpu")
+        tensors = tuple(self.tensor(n) for n in range(len(self.addresses)))
+        return Live(self.layout, self.addresses, tensors, "cpu")
 
     def load(self, folder: Folder) -> None:
         """Fill it from a checkpoint folder of the same layout."""
