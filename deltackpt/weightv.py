@@ -23,7 +23,7 @@ import zstandard
 from deltackpt.checkpoint import read_header
 from deltackpt.codec import Bytes
 from deltackpt.digest import sha256
-from deltackpt.errors import FormatError, IntegrityError, NotFound, Unavailable, UnsupportedFormat
+from deltackpt.errors import ConfigError, FormatError, IntegrityError, NotFound, Unavailable, UnsupportedFormat
 from deltackpt.kernels import U8
 from deltackpt.manifest import Checksum, Count, Digest, Fingerprint, decode, require_file_name, require_level
 from deltackpt.shard import Header
@@ -40,10 +40,20 @@ _LEVEL = 1
 Encoding: TypeAlias = Literal["xor", "overwrite"]
 ENCODINGS: tuple[Encoding, ...] = ("xor", "overwrite")
 
+
+def _blake3(raw: Bytes) -> str:
+    try:
+        import blake3
+    except ImportError as exc:
+        raise ConfigError("blake3 checksums need the package blake3; pip install 'deltackpt[blake3]'") from exc
+    return str(blake3.blake3(raw).hexdigest())
+
+
 CHECKSUM = "xxh3-128"
 _CHECKSUMS: Mapping[str, Callable[[Bytes], str]] = {
     CHECKSUM: xxhash.xxh3_128_hexdigest,
     "adler32": lambda raw: f"{zlib.adler32(raw):08x}",
+    "blake3": _blake3,
 }
 """Of all bytes of a new tensor, by the name in the index."""
 
@@ -291,6 +301,7 @@ def _open_delta(folder: str, number: int, metadata: _Metadata, weight_map: Mappi
         raise UnsupportedFormat(
             f"{what}: checksum_format {checksum!r} is not read; publish with {' or '.join(_CHECKSUMS)}"
         )
+    _CHECKSUMS[checksum](b"")  # what it needs is missed here, before anything is read
     version, base = (_number(n, what) for n in (metadata.version, metadata.base_version))
     if version != number:
         raise FormatError(f"{what}: it says version {version}")

@@ -604,11 +604,37 @@ def test_other_checksums_are_read_or_named(master: Path, out: Path, tmp_path: Pa
         out, 1, old, new, metadata={"checksum_format": "adler32"}, digest=lambda raw: f"{zlib.adler32(raw):08x}"
     )
     assert imported(out, tmp_path / "s", base=str(master / "v0")).imported == (1,)
-    for key, value in (("checksum_format", "blake3"), ("compression_format", "lz4"), ("delta_encoding", "add")):
+    for key, value in (("checksum_format", "md5"), ("compression_format", "lz4"), ("delta_encoding", "add")):
         shutil.rmtree(out)
         wire.publish(out, 1, old, new, metadata={key: value})
         with pytest.raises(UnsupportedFormat, match=f"{key} '{value}'"):
             imported(out, tmp_path / value, base=str(master / "v0"))
+
+
+def test_blake3_checksums_are_read(master: Path, out: Path, tmp_path: Path) -> None:
+    blake3 = pytest.importorskip("blake3", reason="pip install 'deltackpt[blake3]'")
+    old, new = (wire.weights(master / f"v{v}") for v in (0, 1))
+
+    def digest(raw: bytes) -> str:
+        return str(blake3.blake3(raw).hexdigest())
+
+    assert digest(b"abc") == "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
+    wire.publish(out, 1, old, new, metadata={"checksum_format": "blake3"}, digest=digest)
+    assert imported(out, tmp_path / "s", base=str(master / "v0")).imported == (1,)
+    shutil.rmtree(out)
+    wire.publish(out, 1, old, new, metadata={"checksum_format": "blake3"}, digest=lambda raw: digest(raw + b" "))
+    with pytest.raises(IntegrityError, match="blake3 of its new bytes is"):
+        imported(out, tmp_path / "t", base=str(master / "v0"))
+
+
+def test_blake3_checksums_without_its_package_are_named(
+    master: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    old, new = (wire.weights(master / f"v{v}") for v in (0, 1))
+    wire.publish(out, 1, old, new, metadata={"checksum_format": "blake3"})
+    with pytest.raises(ConfigError, match=r"pip install 'deltackpt\[blake3\]'"):
+        imported(out, tmp_path / "s", base=str(master / "v0"))
 
 
 # ---------------------------------------------------------------- folders that break the format
