@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import make_cases
@@ -25,7 +26,7 @@ import deltackpt
 from deltackpt import cli as module
 from deltackpt import codec, folder, publish
 from deltackpt.cli import age, cli, columns, count, percent, size
-from deltackpt.errors import DeltaError, Unavailable
+from deltackpt.errors import ConfigError, DeltaError, Unavailable
 from deltackpt.manifest import manifest_key, pruned_key
 from deltackpt.publish import publish_folder
 from deltackpt.store import LocalStore
@@ -457,6 +458,60 @@ def test_doctor_describes_machine_store_and_folder(root: Path) -> None:
     assert dest["bytes_written_by_a_replace"] == weights
     assert dest["bytes_written_by_a_switch"] == weights + Path("dest/config.json").stat().st_size
     assert "writable" in good("doctor", "dest")
+
+
+def test_doctor_says_in_one_line_that_there_is_no_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltackpt.cli_doctor._devices", list)
+    assert answer("doctor")["gpus"] == []
+    (line,) = [line for line in good("doctor").splitlines() if line.startswith("gpus")]
+    assert re.fullmatch(r"gpus  none, torch .*", line)
+    result = run("doctor", "--backend", "cuda")
+    assert (result.exit_code, "backend cuda cannot be used: cpu is no NVIDIA GPU" in result.stderr) == (3, True)
+
+
+def test_doctor_shows_what_a_decompression_engine_was_seen_to_do(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from deltackpt import arena, trial
+
+    asked = []
+
+    def probe(device: object, *, backend: int) -> trial.Evidence:
+        asked.append((str(device), backend))
+        return trial.Evidence("6.0.0", 7, 4 << 20, "hardware", ("deflate", "lz4"), True, True, 16, 50_000, 4 << 20)
+
+    monkeypatch.setattr("deltackpt.cli_doctor._devices", lambda: ["cuda:0"])
+    monkeypatch.setattr("deltackpt.cli_doctor._nvidia_driver", lambda: "580.65.06")
+    monkeypatch.setattr("deltackpt.tensors.find_spec", lambda _name: object())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    properties = SimpleNamespace(name="NVIDIA B200", total_memory=180 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    monkeypatch.setattr(arena, "capability", lambda _device: arena.Capability(7, 4 << 20))
+    monkeypatch.setattr(trial, "probe", probe)
+    (gpu,) = answer("doctor")["gpus"]  # type: ignore[misc]  # a list
+    assert asked == [("cuda:0", 1)]
+    assert {k: v for k, v in gpu.items() if k not in ("nvcomp", "torch")} == {
+        "device": "cuda:0", "name": "NVIDIA B200", "bytes_memory": 180 << 30, "driver": "580.65.06",
+        "backend_asked": "auto", "backend": "cuda", "reason": "an NVIDIA GPU",
+        "engine_mask": 7, "engine_reads": ["deflate", "lz4", "snappy"], "bytes_engine_limit": 4 << 20,
+        "trial": "16 frames came out right", "trial_by": "hardware", "trial_codecs": ["deflate", "lz4"],
+        "bytes_trial_stored": 50_000, "bytes_trial_raw": 4 << 20,
+        "host_arena_capable": True, "device_arena_capable": True,
+    }  # fmt: skip
+    assert gpu["torch"].endswith(" (CUDA 13.0)")
+    assert "engine reads" in good("doctor", "--backend", "cuda")
+
+    def none(device: object) -> arena.Capability:
+        raise ConfigError(f"no driver for {device}; install it")
+
+    monkeypatch.setattr(arena, "capability", none)
+    (gpu,) = answer("doctor")["gpus"]  # type: ignore[misc]  # a list
+    assert gpu["trial"] == "no driver for cuda:0; install it"
+
+
+def test_backends_of_the_command_line_are_those_of_the_package() -> None:
+    from deltackpt import cli_doctor, tensors
+
+    assert cli_doctor.BACKENDS == tensors.BACKENDS
 
 
 def test_doctor_looks_behind_the_link_of_switch_mode(root: Path) -> None:

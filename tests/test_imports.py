@@ -19,8 +19,8 @@ ORDER = [
     "libnvcomp", "nvcomp", "trial", "cuda", "torchdevice", "reader", "folder", "tensors", "ownership", "holding",
     "slices", "ids", "live", "places", "plans", "scatter", "through", "planned", "follow", "replica", "vllm",
     "writer", "anchor", "collective", "publish", "verify", "lease", "prune", "mirror", "ledger", "engine", "watch",
-    "control", "weightv", "export", "ingest", "callbacks", "baselines", "bench", "cli", "cli_fleet", "cli_store",
-    "cli_compat",
+    "control", "weightv", "export", "ingest", "callbacks", "baselines", "bench", "cli", "cli_doctor", "cli_fleet",
+    "cli_store", "cli_compat",
 ]  # fmt: skip
 """Each module imports only modules to its left."""
 
