@@ -229,12 +229,14 @@ class Torch:
         parts = []
         for begin, n in zip(begins.tolist(), nbytes.tolist(), strict=True):
             parts += [self._bytes(begin, n), padding[: -n % 4]]
-        words = torch.cat(parts).view(torch.int32).long() & 0xFFFFFFFF
+        words = torch.cat(parts).view(torch.int32).long().bitwise_and_(0xFFFFFFFF)
         count = -(-nbytes // 4)
         # A row starts at a multiple of TILE elements, so at a whole word.
         first = rows.start * rows.width // 4 - (np.cumsum(count) - count)
-        index = torch.arange(len(words), device=self.device) + _repeat(first, count, self.device)
-        return _sums(words * _keys(index), count)
+        index = _repeat(first, count, self.device)
+        index += torch.arange(len(words), device=self.device)
+        words *= _keys(index)
+        return _sums(words, count)
 
 
 @dataclass(frozen=True)
@@ -390,14 +392,17 @@ def _signed(value: int) -> int:
 
 def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
     """Shift right without the sign."""
-    return z >> by & ((1 << 64 - by) - 1)
+    return (z >> by).bitwise_and_((1 << 64 - by) - 1)
 
 
 def _keys(words: torch.Tensor) -> torch.Tensor:
     z = words + _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    return (z ^ _shifted(z, 31)) | 1
+    for by, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z ^= _shifted(z, by)
+        z *= _signed(factor)
+    z ^= _shifted(z, 31)
+    z |= 1
+    return z
 
 
 def _changes(width: int, element: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
