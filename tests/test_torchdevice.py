@@ -306,3 +306,26 @@ def test_numpy_arrays_are_published_through_torch(tmp_path: Path) -> None:
     with Publisher(str(tmp_path / "s"), backend="torch", anchors=False) as publisher:
         publisher.publish({"w": np.arange(100, dtype=np.int16)})
         assert publisher.publish({"w": np.arange(1, 101, dtype=np.int16)}).totals.changed == 100
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_torch_works_where_a_gpu_holds_the_tensors(tmp_path: Path) -> None:
+    def on_gpu(seed: int) -> dict[str, Any]:
+        found = {name: tensor.cuda() for name, tensor in weights(seed).items()}
+        return found | {"tied": found["bfloat16 9001"]}
+
+    shards = []
+    for name, made in (("cpu", weights), ("torch", on_gpu)):
+        with Publisher(str(tmp_path / name), backend=name, run_id="r", anchors=False) as publisher:
+            for seed in range(3):
+                publisher.publish(made(seed))
+        shards.append(sorted(p.read_bytes() for p in tmp_path.glob(f"{name}/data/*/*.safetensors")))
+    assert shards[0] == shards[1]
+    live = on_gpu(5)
+    follower = Follower(str(tmp_path / "torch"), TensorTarget(live, backend="torch"))
+    for version in (1, 2, 0):
+        prepared = follower.prepare(version)
+        assert prepared is not None
+        assert prepared.apply() == version
+        assert raws({name: tensor.cpu() for name, tensor in live.items()}) == raws(weights(version))
