@@ -181,18 +181,22 @@ class _Mine:
     encoded: list[EncodedGroup] | None = None
     fingerprint: int | None = None
     _kept: list[object] = field(default_factory=list)
+    _found_in: object = None
+    _cuts: list[int] = field(default_factory=list)
 
     def take(self, held: Held, layout: Layout, tensor: Sequence[int]) -> None:
         """Find the new bytes."""
-        found, self._kept, self.encoded, self.fingerprint = [], [], None, None
-        for place, t in zip(self.places, tensor, strict=True):
-            memory = held.memory[place.held]
-            if place.cut is not None:
-                whole = memory.view(f"<u{int(layout.width[t])}").reshape(place.shape)
-                memory = np.ascontiguousarray(whole[place.cut]).reshape(-1).view(np.uint8)
-                self._kept.append(memory)
-            found.append(int(memory.__array_interface__["data"][0]) + place.offset)
-        self.new = np.array(found, np.uint64)
+        self._kept, self.encoded, self.fingerprint = [], None, None
+        if held.memory is not self._found_in:
+            self._found_in = held.memory
+            self.new = np.array([held.address[place.held] + place.offset for place in self.places], np.uint64)
+            self._cuts = [i for i, place in enumerate(self.places) if place.cut is not None]
+        for i in self._cuts:
+            place = self.places[i]
+            whole = held.memory[place.held].view(f"<u{int(layout.width[tensor[i]])}").reshape(place.shape)
+            memory = np.ascontiguousarray(whole[place.cut]).reshape(-1).view(np.uint8)
+            self._kept.append(memory)
+            self.new[i] = int(memory.__array_interface__["data"][0])
 
     def boxes(self, where: U64) -> list[U8]:
         """Return the bytes of all boxes."""
@@ -292,6 +296,7 @@ class Collective:
         self.broken = ""
         self._watch, self._rounds = Watch(group, self.board), 0
         self._past: list[Round] = []
+        self._held: Held | None = None
 
     def publish(
         self, params: Pieces, *, step: int | None = None, metadata: Mapping[str, str] | None = None
@@ -308,7 +313,9 @@ class Collective:
         self._rounds += 1
         self._past.append(round_)
         try:
-            return _Publish(self, round_, hold(params), step, metadata).run()
+            held = hold(params, self._held)
+            self._held = held.told()
+            return _Publish(self, round_, held, step, metadata).run()
         except _Ended as exc:
             raise exc.trouble.error() from exc.__cause__
         except Forgotten as exc:
@@ -981,7 +988,7 @@ class _Publish:
         self.round.step()
         full = [tuple((0, n) for n in shape) for shape in layout.shapes]
         whole = [view(a, n) for a, n in zip(where.tolist(), layout.nbytes.tolist(), strict=True)]
-        held = Held(Inventory([], [], [], []), tuple(whole), ())
+        held = Held(Inventory([], [], [], []), tuple(whole), tuple(where.tolist()), ())
         for part, mine in ground.mine.items():
             places = [_place(layout, t, box, t, full[t]) for t, box in ground.boxes[part]]
             head_part = _Mine(part, places, mine.base)

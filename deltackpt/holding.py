@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
@@ -42,25 +42,55 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class _Given:
+    """A tensor of torch as it was given, contiguous and on the CPU. at: its place among what is held."""
+
+    name: str
+    kind: type
+    dtype: object
+    layout: object
+    shape: Sequence[int]
+    stride: tuple[int, ...]
+    box: tuple[Sequence[int], Sequence[tuple[int, int]]]
+    at: int
+
+
+@dataclass(frozen=True)
 class Held:
-    """Boxes that a rank holds, sorted by name and box. memory: of each its bytes, row-major, side by side."""
+    """Boxes that a rank holds, sorted by name and box. memory: of each its bytes, row-major, side by side.
+
+    address: where each begins; given: all of them in the order in which they came, if they can be known again.
+    """
 
     inventory: Inventory
     memory: tuple[U8, ...]
+    address: tuple[int, ...]
     kept: tuple[object, ...] = field(repr=False)
+    given: tuple[_Given, ...] = field(default=(), repr=False)
+
+    def told(self) -> Held:
+        """Return the same without what keeps the memory alive: only to know it again."""
+        return replace(self, kept=())
 
 
-def hold(params: Pieces) -> Held:
+def hold(params: Pieces, before: Held | None = None) -> Held:
     """Return what a rank holds. Raises ConfigError by name for what cannot be published, or is given twice.
+
+    before: what it held last; where it gives the same tensors, as a trainer does, they need not be described again.
 
     A mapping or a list is read where it lies, and must not change while it is published; strided memory is copied. Of
     any other iterable each tensor is copied as it comes, since it may be freed or filled anew before the next one. So
     are tensors of a GPU, to the host.
     """
+    if before is not None and (again := _again(params, before)) is not None:
+        return again
     copied = not isinstance(params, (Mapping, Sequence))
+    given: list[Slice] = []
     found: dict[tuple[str, Box], tuple[str, tuple[int, ...], U8, object]] = {}
     for piece in _pieces(params):
         dtype, shape, box, memory, kept = _piece(piece)
+        if not copied:
+            given.append(piece)
         if (piece.name, box) in found:
             raise ConfigError(f"tensor {piece.name} is given twice (duplicate), both times with box {list(box)}")
         found[piece.name, box] = (dtype, shape, memory.copy() if copied else memory, None if copied else kept)
@@ -69,7 +99,58 @@ def hold(params: Pieces) -> Held:
     inventory = Inventory(
         [k[0] for k in order], [e[0] for e in entries], [e[1] for e in entries], [k[1] for k in order]
     )
-    return Held(inventory, tuple(e[2] for e in entries), tuple(e[3] for e in entries))
+    at = {key: i for i, key in enumerate(order)}
+    known = [_known(piece, at[key]) for piece, key in zip(given, found, strict=True)] if given else []
+    whole = tuple(one for one in known if one is not None)
+    bytes_ = tuple(e[2] for e in entries)
+    address = tuple(int(one.__array_interface__["data"][0]) for one in bytes_)
+    return Held(inventory, bytes_, address, tuple(e[3] for e in entries), whole if len(whole) == len(order) else ())
+
+
+def _known(piece: Slice, at: int) -> _Given | None:
+    """Note a tensor, if its bytes are where `data_ptr` says."""
+    if isinstance(piece.tensor, np.ndarray):
+        return None
+    tensor = piece.tensor
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        return None
+    box = (piece.shape, piece.box)
+    return _Given(piece.name, type(tensor), tensor.dtype, tensor.layout, tensor.shape, tensor.stride(), box, at)
+
+
+def _again(params: Pieces, before: Held) -> Held | None:
+    """Return what is held if it is, tensor by tensor, what was held before, perhaps elsewhere in memory; else None."""
+    if not isinstance(params, (Mapping, Sequence)) or not before.given or len(params) != len(before.given):
+        return None
+    memory, address, kept = list(before.memory), list(before.address), list[object](before.memory)
+    pieces = cast(
+        "Iterable[Slice | tuple[str, torch.Tensor]]", params.items() if isinstance(params, Mapping) else params
+    )
+    for one, known in zip(pieces, before.given, strict=True):
+        if isinstance(one, Slice):
+            name, tensor, box = one.name, cast("torch.Tensor", one.tensor), (one.shape, one.box)
+        else:
+            (name, tensor), box = one, ((), ())
+        # What an object of the same class has at the same place is not looked at again.
+        if (
+            name != known.name
+            or type(tensor) is not known.kind
+            or tensor.dtype is not known.dtype
+            or tensor.layout is not known.layout
+            or tensor.shape != known.shape
+            or tensor.stride() != known.stride
+            or box != known.box
+            or not tensor.is_cpu
+            or tensor.is_neg()
+            or tensor.is_conj()
+        ):
+            return None
+        kept[known.at] = tensor
+        begin = tensor.data_ptr()
+        if begin != address[known.at] and len(memory[known.at]):
+            memory[known.at], address[known.at] = view(begin, len(memory[known.at])), begin
+    same = address == list(before.address)
+    return replace(before, memory=before.memory if same else tuple(memory), address=tuple(address), kept=tuple(kept))
 
 
 def _pieces(params: Pieces) -> Iterator[Slice]:
