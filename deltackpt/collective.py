@@ -307,7 +307,7 @@ class Collective:
         """
         if self.broken:
             raise ConfigError(self.broken)
-        while len(self._past) >= _KEPT:
+        while len(self._past) > _KEPT:
             self._past.pop(0).forget()
         round_ = Round(self._watch, self._rounds)
         self._rounds += 1
