@@ -34,6 +34,8 @@ ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+    # Other work runs on these cores too.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 PLUGIN = ["--weight-transfer-config", '{"backend": "deltackpt"}']
 
@@ -86,7 +88,7 @@ def change(before: Path, after: Path, seed: int) -> None:
 # ---------------------------------------------------------------- fresh loads
 
 
-def fresh(root: Path, versions: int) -> None:
+def fresh(root: Path, versions: int, ranks: int) -> None:
     """Load every checkpoint by vLLM and write down what it gives."""
     os.environ.update(ENV, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM, SamplingParams
@@ -94,7 +96,7 @@ def fresh(root: Path, versions: int) -> None:
     for version in range(versions + 1):
         llm = LLM(
             str(root / f"v{version}"), enforce_eager=True, dtype="bfloat16", max_model_len=256, max_num_seqs=4,
-            distributed_executor_backend="uni",
+            tensor_parallel_size=ranks, distributed_executor_backend="uni" if ranks == 1 else "mp",
         )  # fmt: skip
         wanted = SamplingParams(max_tokens=12, temperature=0, logprobs=3, ignore_eos=True)
         answers = []
@@ -103,11 +105,24 @@ def fresh(root: Path, versions: int) -> None:
             assert done.logprobs is not None
             own = [found[token].logprob for found, token in zip(done.logprobs, done.token_ids, strict=True)]
             answers.append([list(done.token_ids), own])
-        (checksums,) = llm.collective_rpc("compute_weight_checksums")
+        checksums = dict(c for rank in llm.collective_rpc("compute_weight_checksums") for c in rank.items())
         (root / f"fresh-{version}.json").write_text(json.dumps({"answers": answers, "checksums": checksums}))
         # Its end takes down what the next one would have set up already.
         del llm
         gc.collect()
+
+
+def prepare(kind: str, root: Path, versions: int, ranks: int = 1) -> None:
+    """Write the checkpoints of a model and what fresh loads of them give. Raises Wrong."""
+    root.mkdir(parents=True)
+    make(kind, root / "v0")
+    for version in range(1, versions + 1):
+        change(root / f"v{version - 1}", root / f"v{version}", version)
+    command = [str(Path(__file__).parent / "engines.py"), "--fresh", str(root), "--versions", str(versions)]
+    command += ["--ranks", str(ranks)]
+    with running(root / "fresh.log", *command) as process:
+        if process.wait(3600):
+            raise Wrong(f"fresh loads failed; see {root}/fresh.log")
 
 
 # ---------------------------------------------------------------- the server
@@ -139,12 +154,12 @@ def complete(port: int, prompt: list[int], tokens: int) -> list[Any]:
 
 
 @contextlib.contextmanager
-def running(log: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(log: Path, *command: str, path: str = "") -> Iterator[subprocess.Popen[bytes]]:
     """Run a command in a process group of its own, which is ended with it."""
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, *command], env=os.environ | ENV, stdout=out, stderr=out, start_new_session=True
-        )
+        env = os.environ | ENV
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, env.get("PYTHONPATH")]))
+        process = subprocess.Popen([sys.executable, *command], env=env, stdout=out, stderr=out, start_new_session=True)
         try:
             yield process
         finally:
@@ -153,6 +168,23 @@ def running(log: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(20)
+
+
+@contextlib.contextmanager
+def served(root: Path, log: Path, *options: str, path: str = "") -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Serve the first version by vLLM until the end; yields its port and process. path: for its PYTHONPATH."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What `vllm serve` runs; that itself does not start from vllm-cpu: it asks for the version of a package vllm.
+    command = [
+        "-m", "vllm.entrypoints.openai.api_server", "--model", str(root / "v0"), "--served-model-name", "m",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256",
+        "--max-num-seqs", "4", "--enforce-eager", *options,
+    ]  # fmt: skip
+    with running(log, *command, path=path) as server:
+        until("starting the server", lambda: ask(port, "GET", "/weight_info"), server)
+        yield port, server
 
 
 def until(what: str, ready: Any, *processes: subprocess.Popen[bytes]) -> None:
@@ -188,29 +220,21 @@ class Traffic(threading.Thread):
         return self.answered
 
 
-def follow(root: Path, route: str, versions: int, kv: str) -> dict[str, Any]:
+def follow(root: Path, route: str, versions: int, kv: str, ranks: int) -> dict[str, Any]:
     """Let a server follow the versions by one route; returns what was measured. Raises Wrong."""
     from deltackpt import publish_folder
 
     work = root / f"{route}-{kv}"
     work.mkdir()
     store, dest = str(work / "store"), str(work / "dest")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    serve = [
-        "-m", "vllm.entrypoints.openai.api_server", "--model", str(root / "v0"), "--served-model-name", "m",
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256",
-        "--max-num-seqs", "4", "--enforce-eager", *(PLUGIN if route == "plugin" else []),
-    ]  # fmt: skip
-    watch = [
-        "-m", "deltackpt", "watch", store, dest, "--poll", "0.2", "--log", "json", "--no-lease", "--kv", kv,
-        "--engine", f"vllm+http://127.0.0.1:{port}",
-    ]  # fmt: skip
     publish_folder(str(root / "v0"), store, run_id="r", step=0)
     log, answered = work / "watch.log", 0
-    with running(work / "server.log", *serve) as server:
-        until("starting the server", lambda: ask(port, "GET", "/weight_info"), server)
+    options = ["--tensor-parallel-size", str(ranks), *(PLUGIN if route == "plugin" else [])]
+    with served(root, work / "server.log", *options) as (port, server):
+        watch = [
+            "-m", "deltackpt", "watch", store, dest, "--poll", "0.2", "--log", "json", "--no-lease", "--kv", kv,
+            "--engine", f"vllm+http://127.0.0.1:{port}",
+        ]  # fmt: skip
         with running(log, *watch) as watcher:
             for version in range(versions + 1):
                 traffic = Traffic(port)
@@ -258,33 +282,34 @@ def compare(root: Path, port: int, version: int) -> None:
 @click.option("--route", "routes", multiple=True, default=("plugin", "reload"), show_default=True)
 @click.option("--versions", default=20, show_default=True)
 @click.option("--kv", default="reset", show_default=True)
+@click.option("--ranks", default=1, show_default=True, help="Of tensor parallelism.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder to work in; it is kept.")
 @click.option("--fresh", "fresh_of", type=click.Path(path_type=Path), hidden=True)
 def main(
-    models: tuple[str, ...], routes: tuple[str, ...], versions: int, kv: str, work: Path | None, fresh_of: Path | None
+    models: tuple[str, ...],
+    routes: tuple[str, ...],
+    versions: int,
+    kv: str,
+    ranks: int,
+    work: Path | None,
+    fresh_of: Path | None,
 ) -> None:
     """Let a real vLLM follow a store while it samples, and hold it against fresh loads."""
     if fresh_of is not None:
-        fresh(fresh_of, versions)
+        fresh(fresh_of, versions, ranks)
         return
     failed = False
     with contextlib.ExitStack() as stack:
         top = work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for kind in models:
             root = top.resolve() / kind
-            root.mkdir(parents=True)
-            make(kind, root / "v0")
-            for version in range(1, versions + 1):
-                change(root / f"v{version - 1}", root / f"v{version}", version)
-            with running(root / "fresh.log", __file__, "--fresh", str(root), "--versions", str(versions)) as process:
-                if process.wait(3600):
-                    raise Wrong(f"fresh loads failed; see {root}/fresh.log")
+            prepare(kind, root, versions, ranks)
             for route in routes:
                 if (kind, route) == ("qwen3-moe", "reload"):
                     click.echo(f"{kind}, {route}: left out, the driver refuses it: vLLM does not pack experts again")
                     continue
                 try:
-                    found = follow(root, route, versions, kv)
+                    found = follow(root, route, versions, kv, ranks)
                     click.echo(f"{kind}, {route}: every version as a fresh load; {json.dumps(found)}")
                 except Wrong as exc:
                     failed = True
