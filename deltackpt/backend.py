@@ -45,7 +45,7 @@ from deltackpt.kernels import (
 from deltackpt.kernels import apply as apply_slice
 from deltackpt.layout import I64, Layout, Segments, Tiling
 from deltackpt.partition import Partition
-from deltackpt.shard import COUNTS, DENSE, GAP, MASK, MASK_FRAME, PLANE_FRAME, VALUE, EncodedGroup, Frame
+from deltackpt.shard import COUNTS, DENSE, GAP, MASK, MASK_FRAME, PLANE_FRAME, VALUE, EncodedGroup, Fetched, Frame
 
 __all__ = [
     "READ", "SET", "XOR", "Staged", "apply", "apply_rows", "decode", "decode_group", "encode", "encode_part",
@@ -71,6 +71,11 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 def default_threads() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def submit(threads: int, work: Callable[[], B]) -> Future[B]:
+    """Begin a piece of work in a pool of so many threads."""
+    return _pool(threads).submit(work)
 
 
 def in_order(
@@ -281,12 +286,15 @@ class _Group:
     def finish(self) -> EncodedGroup | None:
         if not self.changed:
             return None
+        tensor = np.flatnonzero(self.touched)
+        return EncodedGroup(self.number, self.finished(), tensor, self.fingerprints[tensor], self.changed, self.part)
+
+    def finished(self) -> tuple[Frame, ...]:
+        """Return all frames, sorted by plane and place."""
         self.flush()
         # Stable: frames of a plane stay in order.
         ordered = sorted(self.frames, key=lambda f: f[0])
-        frames = tuple(f if isinstance(f, Frame) else f.result() for _, _, f in ordered)
-        tensor = np.flatnonzero(self.touched)
-        return EncodedGroup(self.number, frames, tensor, self.fingerprints[tensor], self.changed, self.part)
+        return tuple(f if isinstance(f, Frame) else f.result() for _, _, f in ordered)
 
     def flush(self) -> None:
         raise AssertionError("a form flushes its own planes")
@@ -334,10 +342,15 @@ class _MaskGroup(_Group):
 
     def add(self, piece: Segments, extracted: Extracted) -> None:
         super().add(piece, extracted)
-        mask = np.zeros(piece.nbytes, np.uint8)
-        rows = _row_offsets(piece) + np.uint64(mask.__array_interface__["data"][0])
-        jit = use_jit(self.tiling.layout)
-        apply_slice(Slice(piece.plain, 0, 0, 0), rows, extracted.columns, jit=jit)
+        self.feed(Slice(piece, 0, 0, 0), extracted.columns)
+
+    def feed(self, piece: Slice, columns: Columns) -> None:
+        """Turn the columns of the next slice into its mask."""
+        segments = piece.segments
+        mask = np.zeros(segments.nbytes, np.uint8)
+        rows = _row_offsets(segments) + np.uint64(mask.__array_interface__["data"][0])
+        flat = Slice(segments.plain, piece.tile, piece.k, piece.d)
+        apply_slice(flat, rows, columns, jit=use_jit(self.tiling.layout))
         for raw in self.mask.add(mask):
             self._store(raw)
 
@@ -349,6 +362,14 @@ class _MaskGroup(_Group):
     def flush(self) -> None:
         for raw in self.mask.rest():
             self._store(raw)
+
+
+def mask_frames(tiling: Tiling, group: int, columns: Columns, codec: int, threads: int) -> tuple[Frame, ...]:
+    """Return the mask form of a group of which the columns are known."""
+    made = _MaskGroup(group, tiling, codec, threads)
+    for piece in slices(tiling.groups[group], columns, PIECE):
+        made.feed(piece, columns)
+    return made.finished()
 
 
 def pack(tiling: Tiling, staged: Staged) -> EncodedGroup:
@@ -609,17 +630,23 @@ class Device(Protocol):
     def hold(self, tensors: Sequence[object]) -> tuple[object, U64]:
         """Return what is to be held as long as these contiguous tensors or arrays are used, and their addresses."""
 
+    @property
+    def room(self) -> Callable[[int], memoryview] | None:
+        """What gives host memory from which shards are staged fastest; None: any is as good."""
+
     def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Encoding:
         """Compare two copies of the tensors."""
 
-    def stage(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> Sequence[object]:
-        """Decode and check groups: number, and frames sorted by plane and place.
+    def stage(self, tiling: Tiling, fetched: Sequence[Fetched]) -> Sequence[object]:
+        """Decode and check all groups of shards, which stay as they are until the result was applied or dropped.
 
         Raises FormatError; ConfigError for parts that the device cannot apply.
         """
 
-    def apply(self, tiling: Tiling, staged: Sequence[object], tensors: U64) -> U64:
-        """Flip bits in place; returns what that added to each fingerprint."""
+    def apply(
+        self, tiling: Tiling, staged: Sequence[object], tensors: U64, meanwhile: Callable[[], None] = lambda: None
+    ) -> U64:
+        """Flip bits in place; returns what that added to each fingerprint. meanwhile: called once, beside the work."""
 
     def fingerprints(self, layout: Layout, tensors: U64) -> U64:
         """Return the fingerprint of each tensor."""
@@ -631,10 +658,18 @@ class Device(Protocol):
         """Copy bytes; each address may be of this device or of the host."""
 
 
+class HostDevice(Device, Protocol):
+    """A device whose groups are encoded and decoded in host memory."""
+
+    def stage_groups(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> Sequence[object]:
+        """Decode and check groups: number, and frames sorted by plane and place. See `Device.stage`."""
+
+
 class Cpu:
     """Tensors in host memory."""
 
     detached = False
+    room = None
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads
@@ -647,12 +682,19 @@ class Cpu:
         """See Device."""
         return HostEncoding(self, layout, encode(layout, old, new, codec=codec, form=form, threads=self.threads))
 
-    def stage(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[Staged]:
+    def stage(self, tiling: Tiling, fetched: Sequence[Fetched]) -> list[Staged]:
         """See Device."""
+        return self.stage_groups(tiling, itertools.chain.from_iterable(one.groups() for one in fetched))
+
+    def stage_groups(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[Staged]:
+        """Decode and check groups: number, and frames sorted by plane and place."""
         return [decode_group(tiling, group, frames, threads=self.threads) for group, frames in groups]
 
-    def apply(self, tiling: Tiling, staged: Sequence[object], tensors: U64) -> U64:
+    def apply(
+        self, tiling: Tiling, staged: Sequence[object], tensors: U64, meanwhile: Callable[[], None] = lambda: None
+    ) -> U64:
         """See Device."""
+        meanwhile()
         return apply(tiling, cast("Sequence[Staged]", staged), tensors, threads=self.threads)
 
     def fingerprints(self, layout: Layout, tensors: U64) -> U64:
@@ -681,7 +723,7 @@ def pointers(tensors: Sequence[object]) -> U64:
 class HostEncoding:
     """Groups that are encoded in host memory. The base is brought on by decoding them again."""
 
-    device: Device
+    device: HostDevice
     layout: Layout
     encoded: Generator[EncodedGroup, None, None]
     kept: list[EncodedGroup] = field(default_factory=list)
@@ -694,7 +736,8 @@ class HostEncoding:
 
     def advance(self, base: U64) -> None:
         for group in self.kept:
-            self.device.apply(self.layout, self.device.stage(self.layout, [(group.group, group.frames)]), base)
+            staged = self.device.stage_groups(self.layout, [(group.group, group.frames)])
+            self.device.apply(self.layout, staged, base)
 
 
 def fingerprints(layout: Layout, tensors: U64, *, threads: int | None = None) -> U64:

@@ -98,8 +98,12 @@ def encode_many(codec: int, raws: Sequence[Bytes], threads: int) -> list[tuple[i
     """Compress many frames, into the bytes that `encode` gives; zstd's own threads need the interpreter only once."""
     if codec != ZSTD:
         return [encode(codec, raw) for raw in raws]
-    found = _compressor().multi_compress_to_buffer([memoryview(raw) for raw in raws], threads=threads)
-    segments = (memoryview(found[i]) for i in range(len(found)))  # type: ignore[arg-type]  # they are buffers
+    # Each thread gets a run of them: planes that are slow to compress are dealt out to all.
+    order = [i for first in range(threads) for i in range(first, len(raws), threads)]
+    found = _compressor().multi_compress_to_buffer([memoryview(raws[i]) for i in order], threads=threads)
+    segments: list[Bytes] = [b""] * len(raws)
+    for n, i in enumerate(order):
+        segments[i] = memoryview(found[n])  # type: ignore[arg-type]  # it is a buffer
     pairs = zip(raws, segments, strict=True)
     return [(RAW, raw) if len(stored) > GAIN * len(raw) else (ZSTD, stored) for raw, stored in pairs]
 

@@ -1,44 +1,55 @@
 """The CUDA backend: the same calls as `backend`, for tensors on an NVIDIA GPU.
 
 Changes are extracted, applied and fingerprinted on the device, by one launch for all tensors; frames are compressed and
-decompressed on the CPU while the device goes on. Memory of its own: tables of 10 bytes a tile, two windows of columns,
-and the columns of what is staged. The only module that needs cuda-core; torch owns all device memory. Longer
-than most modules: the tables, windows and launches of a device are of no use apart.
+decompressed on the CPU while the device goes on. Memory of its own: tables of 10 bytes a tile, two windows
+of changes, and the columns of what is published or staged. The only module that needs cuda-core; torch owns all device
+memory. Longer than most modules: the tables, windows and launches of a device are of no use apart.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
-from deltackpt import backend
+from deltackpt import backend, libnvcomp, nvcomp
 from deltackpt import codec as codecs
+from deltackpt.codec import Bytes
 from deltackpt.digest import U64
 from deltackpt.errors import ConfigError, FormatError, Poisoned
-from deltackpt.kernels import require_counts
-from deltackpt.layout import TILE, Layout, Tiling
-from deltackpt.shard import COUNTS, DENSE, GAP, PLANE_FRAME, VALUE, EncodedGroup, Frame
+from deltackpt.kernels import U8, Columns
+from deltackpt.layout import I64, TILE, Layout, Segments, Tiling
+from deltackpt.shard import ALIGN, COUNTS, DENSE, FRAME, GAP, MASK, PLANE_FRAME, VALUE, EncodedGroup, Fetched, Frame
 
 if TYPE_CHECKING:
     import torch
 
+    from deltackpt.nvcomp import Check
+
+KERNELS = ("extract_1", "extract_2", "extract_4", "extract_8", "compact", "scan", "check", "apply", "fingerprint")
+"""Entry points of kernels.cu."""
 _THREADS = 256
 _WINDOW = 4 << 30
 """Bytes of weights per extract launch; whole groups."""
-_ROOM = 1 / 32
+_ROOM = 1 / 64
 """Share of a window's elements for which room is made at first; a window with more changes is extracted again."""
+_SPARE = 1.25
+"""Room that is made from then on, in terms of what was needed last."""
+_ON_DEVICE = (codecs.ANS, codecs.DEFLATE, codecs.LZ4, codecs.SNAPPY)
+"""Codecs of which columns are compressed on the device; the zstd of a CPU makes smaller frames as fast."""
 
 _GROUP = np.dtype(
     [("counts", "<u8"), ("gaps", "<u8"), ("values", "<u8"), ("dense", "<u8"), ("offset", "<u8"), ("k", "<u8"),
-     ("d", "<u8"), ("first_tile", "<u4"), ("tiles", "<u4"), ("width", "<u4"), ("before", "<u4")]
+     ("d", "<u8"), ("stride", "<u8"), ("dense_stride", "<u8"), ("first_tile", "<u4"), ("tiles", "<u4"),
+     ("width", "<u4"), ("before", "<u4")]
 )  # fmt: skip
 """struct Group of kernels.cu."""
 
@@ -67,8 +78,7 @@ class _Kernels:
             temporary = cached.with_suffix(f".{os.getpid()}")
             temporary.write_bytes(bytes(code.code))
             temporary.replace(cached)
-        names = ("extract_1", "extract_2", "extract_4", "extract_8", "compact", "scan", "check", "apply", "fingerprint")
-        self._kernels = {n: code.get_kernel(n) for n in names}
+        self._kernels = {n: code.get_kernel(n) for n in KERNELS}
 
     def __call__(self, name: str, blocks: int, threads: int, *args: Any) -> None:
         """Launch on torch's current stream. Tensors are passed by address, numpy scalars as they are."""
@@ -95,6 +105,14 @@ def _kernels(device: int) -> _Kernels:
     return _Kernels(device)
 
 
+@lru_cache
+def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """Return the stream of this process for a kind of work beside the user's."""
+    import torch
+
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
 class _Tables:
     """The tiles and rows of a layout in device memory; see kernels.cu."""
 
@@ -119,7 +137,9 @@ class _Tables:
             signed = array if array.itemsize == 1 else array.view(f"<i{array.itemsize}")
             return torch.from_numpy(signed).to(device)
 
-        self.device, self.put = device, put
+        self.device, self.put, self.room = device, put, _ROOM
+        self.group_tiles = np.array([g.tiles for g in groups], np.int64)
+        self.group_width = np.array([g.width for g in groups], np.int64)
         self.rows = (put(tile_row), put(tile_index), put(self.count), put(self.start))
         self.row_width = put(self.width.astype(np.uint8))
         lengths = np.concatenate([g.tile_lengths for g in groups]) if groups else np.empty(0, np.int64)
@@ -147,57 +167,250 @@ def _zeros(n: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(max(1, n), dtype=dtype, device=device)
 
 
+# ---------------------------------------------------------------- columns
+
+
+def _aligned(nbytes: I64, align: int) -> I64:
+    return -(-nbytes // align) * align
+
+
+class _Shape:
+    """Where the columns of groups lie in one memory: of each its counts, gaps, values and dense planes.
+
+    group: numbers; k, d: sparse changes and dense elements; begin: bytes before each group's counts, a multiple of
+    ALIGN. Planes begin at multiples of `align` bytes after that.
+    """
+
+    def __init__(self, tables: _Tables, group: I64, k: I64, d: I64, align: int = ALIGN) -> None:
+        self.group, self.k, self.d = group, k, d
+        self.tiles, self.width = tables.group_tiles[group], tables.group_width[group]
+        self.first_tile = tables.tile_begin[group]
+        self.stride, self.dense_stride = _aligned(k, align), _aligned(d, align)
+        self.gaps = _aligned(2 * self.tiles, align)
+        sizes = _aligned(self.gaps + (2 + self.width) * self.stride + self.width * self.dense_stride, ALIGN)
+        self.begin = np.cumsum(sizes) - sizes
+        self.nbytes = int(sizes.sum())
+
+    def plane_begin(self, row: I64, plane: I64) -> I64:
+        """Return where planes begin in the memory. row: index in `group`, not its number."""
+        stride, dense_stride, width = self.stride[row], self.dense_stride[row], self.width[row]
+        sparse = np.where(plane < VALUE, plane - GAP, plane - VALUE + 2) * stride
+        dense = (2 + width) * stride + (plane - DENSE) * dense_stride
+        inside = self.gaps[row] + np.where(plane < DENSE, sparse, dense)
+        return self.begin[row] + np.where(plane == COUNTS, 0, inside)
+
+    def planes(self, row: int, memory: U8) -> dict[int, U8]:
+        """Return the planes of a group that are not empty, by number, sorted."""
+        width, k, d = int(self.width[row]), int(self.k[row]), int(self.d[row])
+        sizes = {COUNTS: 2 * int(self.tiles[row])}
+        sizes |= dict.fromkeys((GAP, GAP + 1, *range(VALUE, VALUE + width)), k)
+        sizes |= dict.fromkeys(range(DENSE, DENSE + width), d)
+        plane = np.array(list(sizes), np.int64)
+        begins = self.plane_begin(np.full(len(plane), row), plane).tolist()
+        return {p: memory[b : b + n] for (p, n), b in zip(sizes.items(), begins, strict=True) if n}
+
+    def frames(self) -> tuple[I64, I64, I64, I64]:
+        """Return how all planes are cut into frames: row in `group`, plane, where it begins in the memory, bytes."""
+        planes: list[tuple[int, int, int]] = []
+        for r, (tiles, width, k, d) in enumerate(np.stack((self.tiles, self.width, self.k, self.d), 1).tolist()):
+            planes.append((r, COUNTS, 2 * tiles))
+            planes += [(r, p, k) for p in (GAP, GAP + 1, *range(VALUE, VALUE + width))]
+            planes += [(r, p, d) for p in range(DENSE, DENSE + width)]
+        row, plane, nbytes = np.array(planes, np.int64).reshape(-1, 3).T
+        cuts = -(-nbytes // PLANE_FRAME)
+        of = np.repeat(np.arange(len(nbytes)), cuts)
+        inside = (np.arange(len(of)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * PLANE_FRAME
+        rest = np.minimum(nbytes[of] - inside, PLANE_FRAME)
+        return row[of], plane[of], self.plane_begin(row, plane)[of] + inside, rest
+
+    def records(self, memory: int, offset: int) -> np.ndarray[Any, Any]:
+        """Return the records of all groups. memory, offset: addresses of the columns and of a u64 for each tile."""
+        found = np.zeros(len(self.group), _GROUP)
+        before = np.cumsum(self.tiles) - self.tiles
+        found["counts"] = memory + self.begin
+        found["gaps"] = memory + self.begin + self.gaps
+        found["values"] = found["gaps"] + (2 * self.stride).astype(np.uint64)
+        found["dense"] = found["gaps"] + ((2 + self.width) * self.stride).astype(np.uint64)
+        found["offset"] = offset + 8 * before
+        found["before"] = before
+        for name in ("k", "d", "stride", "dense_stride", "first_tile", "tiles", "width"):
+            found[name] = getattr(self, name)
+        return found
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Columns of groups in device memory. records: by which kernels find them; held: the memory in which they lie."""
+
+    group: I64
+    tiles: int
+    records: np.ndarray[Any, Any]
+    held: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, shape: _Shape, memory: torch.Tensor) -> _Columns:
+        """Columns that lie in `memory` as `shape` says, with room for an offset of each tile."""
+        import torch
+
+        tiles = int(shape.tiles.sum())
+        offset = torch.empty(max(1, tiles), dtype=torch.int64, device=memory.device)
+        return cls(shape.group, tiles, shape.records(memory.data_ptr(), offset.data_ptr()), (memory, offset))
+
+    @classmethod
+    def joined(cls, columns: Sequence[_Columns]) -> _Columns:
+        """Return columns that lie in several memories as one."""
+        if len(columns) == 1:
+            return columns[0]
+        records = np.concatenate([np.empty(0, _GROUP), *(c.records for c in columns)])
+        records["before"] = np.cumsum(records["tiles"]) - records["tiles"]
+        group = np.concatenate([np.empty(0, np.int64), *(c.group for c in columns)])
+        return cls(group, sum(c.tiles for c in columns), records, tuple(t for c in columns for t in c.held))
+
+
+class _Launch:
+    """Launches over the columns of groups, one warp for each tile. records: on the device."""
+
+    def __init__(self, tables: _Tables, columns: _Columns) -> None:
+        self.tables, self.columns = tables, columns
+        self.records = tables.put(columns.records.view(np.uint8))
+        self._kernels = _kernels(tables.device.index or 0)
+
+    def __call__(self, name: str, *args: Any, first: Sequence[Any] = ()) -> None:
+        """Launch a kernel. first: what comes before the records, args: what comes after their number."""
+        if self.columns.tiles:
+            blocks = -(-self.columns.tiles * 32 // _THREADS)
+            groups, tiles = np.uint32(len(self.columns.group)), np.uint32(self.columns.tiles)
+            self._kernels(name, blocks, _THREADS, *self.tables.rows, *first, self.records, groups, tiles, *args)
+
+
 # ---------------------------------------------------------------- encode
 
 
 class Extraction:
-    """Columns of all changed groups, in pinned host memory, with what they add to each row's fingerprint.
+    """The columns of all changed groups, with what they add to each row's fingerprint.
 
     Made by `extract`. An Encoding: `groups` compresses, `advance` applies the columns to the base.
     """
 
-    def __init__(self, layout: Layout, tables: _Tables, codec: str, threads: int | None) -> None:
-        self.layout, self.tables, self._codec, self._threads = layout, tables, codecs.NAMES.index(codec), threads
-        self.columns: list[_Columns] = []
-        self.ready: list[torch.cuda.Event] = []
+    def __init__(self, layout: Layout, tables: _Tables, codec: int, form: str, threads: int | None) -> None:
+        self.layout, self.tables, self.form = layout, tables, form
+        self._codec, self._threads = codec, threads or backend.default_threads()
+        self._parts: list[tuple[_Columns, Callable[[], list[tuple[Frame, ...]]]]] = []
         self.fp: U64 = np.empty(0, np.uint64)
-        self.changed: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, np.int64)
+        self.changed: I64 = np.empty(0, np.int64)
+
+    def add(self, shape: _Shape, columns: _Columns) -> None:
+        """Take the columns of a window; those that are compressed on the host set out for it."""
+        import torch
+
+        stream = _stream(self.tables.device, "publish")
+        stream.wait_stream(torch.cuda.current_stream())
+        on_device = self.form == "sparse" and self._codec in _ON_DEVICE and libnvcomp.installed()
+        if not on_device:
+            with torch.cuda.stream(stream):
+                memory = columns.held[0]
+                host = torch.empty(len(memory), dtype=torch.uint8, pin_memory=True).copy_(memory, non_blocking=True)
+                ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                ready.record()
+        work = partial(self._on_device, shape, columns) if on_device else partial(self._on_host, shape, host, ready)
+        self._parts.append((columns, work))
+
+    def _on_host(self, shape: _Shape, host: torch.Tensor, ready: torch.cuda.Event) -> list[tuple[Frame, ...]]:
+        """Compress on the CPU."""
+        ready.synchronize()
+        raw = host.numpy()
+        if self.form == "mask":
+            return [
+                backend.mask_frames(
+                    self.layout, group, _host_columns(self.layout.groups[group], shape.planes(row, raw)),
+                    self._codec, self._threads,
+                )
+                for row, group in enumerate(shape.group.tolist())
+            ]  # fmt: skip
+        row, plane, begin, nbytes = shape.frames()
+        cuts = [raw[b : b + n] for b, n in zip(begin.tolist(), nbytes.tolist(), strict=True)]
+        if self._codec == codecs.ZSTD:
+            stored = codecs.encode_many(self._codec, cuts, self._threads)
+        else:
+            stored = list(backend.in_order(partial(codecs.encode, self._codec), cuts, self._threads))
+        return _by_row(len(shape.group), row, plane, nbytes, stored)
+
+    def _on_device(self, shape: _Shape, columns: _Columns) -> list[tuple[Frame, ...]]:
+        """Compress where the columns are, and bring only that to the host."""
+        import torch
+
+        row, plane, begin, nbytes = shape.frames()
+        with torch.cuda.stream(_stream(self.tables.device, "publish")):
+            made = nvcomp.compress(self._codec, columns.held[0], begin, nbytes)
+            host = torch.empty(len(made.memory), dtype=torch.uint8, pin_memory=True).copy_(made.memory).numpy()
+        stored = [
+            (int(codec), host[b : b + n])
+            for codec, b, n in zip(made.codec, made.offset.tolist(), made.nbytes.tolist(), strict=True)
+        ]
+        return _by_row(len(shape.group), row, plane, nbytes, stored)
 
     def groups(self) -> Generator[EncodedGroup, None, None]:
-        """Yield the encoded groups, sorted."""
-        threads = self._threads or backend.default_threads()
-        for columns, ready in zip(self.columns, self.ready, strict=True):
-            ready.synchronize()
-            cuts = [
-                (place.group, plane, raw[begin : begin + PLANE_FRAME])
-                for place in columns.places
-                for plane, raw in columns.planes(place).items()
-                for begin in range(0, len(raw), PLANE_FRAME)
-            ]
-            stored = codecs.encode_many(self._codec, [raw for _, _, raw in cuts], threads)
-            frames: dict[int, list[Frame]] = {}
-            for (group, plane, raw), (used, data) in zip(cuts, stored, strict=True):
-                frames.setdefault(group, []).append(Frame(plane, 0, used, codecs.RAW, len(raw), data))
-            for group, of_group in frames.items():
-                yield self._group(group, of_group)
-
-    def _group(self, group: int, frames: list[Frame]) -> EncodedGroup:
-        rows = slice(*self.tables.row_begin[group : group + 2])
-        touched = np.flatnonzero(self.changed[rows])
-        tensor = self.tables.tensor[rows][touched]
-        return EncodedGroup(group, tuple(frames), tensor, self.fp[rows][touched], int(self.changed[rows].sum()))
+        """Compress window after window, while the caller has the groups before; yields them, sorted."""
+        # Not earlier: threads that compress would hold up the one that extracts, and the trainer waits for that.
+        begun = [backend.submit(1, work) for _, work in self._parts]
+        try:
+            for (columns, _), made in zip(self._parts, begun, strict=True):
+                for group, frames in zip(columns.group.tolist(), made.result(), strict=True):
+                    rows = slice(*self.tables.row_begin[group : group + 2])
+                    touched = np.flatnonzero(self.changed[rows])
+                    tensor, changed = self.tables.tensor[rows][touched], int(self.changed[rows].sum())
+                    yield EncodedGroup(group, frames, tensor, self.fp[rows][touched], changed)
+        finally:
+            for made in begun:
+                made.cancel()
 
     def advance(self, base: U64) -> None:
         """Apply the columns at the addresses of the base."""
-        for ready in self.ready:
-            ready.synchronize()
-        apply(StagedColumns(self.layout, self.tables.device, self.columns), base)
+        import torch
+
+        tables = self.tables
+        with torch.cuda.stream(_stream(tables.device, "publish")):
+            fp = _zeros(len(tables.tensor), tables.device, torch.int64)
+            columns = _Columns.joined([columns for columns, _ in self._parts])
+            _Launch(tables, columns)("apply", fp, first=[tables.row_addresses(base)])
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            done.record()
+        done.synchronize()
+        self._parts.clear()
+
+
+def _by_row(
+    rows: int, row: I64, plane: I64, nbytes: I64, stored: Sequence[tuple[int, Bytes]]
+) -> list[tuple[Frame, ...]]:
+    """Return the frames of each group, given those of all."""
+    found: list[list[Frame]] = [[] for _ in range(rows)]
+    for r, p, n, (codec, data) in zip(row.tolist(), plane.tolist(), nbytes.tolist(), stored, strict=True):
+        found[r].append(Frame(p, 0, codec, codecs.RAW, n, data))
+    return [tuple(frames) for frames in found]
+
+
+def _host_columns(segments: Segments, planes: dict[int, U8]) -> Columns:
+    """Return planes in host memory as the columns of a group."""
+
+    def joined(first: int, n: int) -> U8:
+        found = [planes[p] for p in range(first, first + n) if p in planes]
+        return np.stack(found) if found else np.empty((n, 0), np.uint8)
+
+    width = segments.width
+    return Columns(planes[COUNTS].view("<u2"), joined(GAP, 2), joined(VALUE, width), joined(DENSE, width))
 
 
 def extract(
-    layout: Layout, old: U64, new: U64, device: torch.device, *, codec: str = "zstd", threads: int | None = None
+    layout: Layout,
+    old: U64,
+    new: U64,
+    device: torch.device,
+    *,
+    codec: str = "zstd",
+    form: str = "sparse",
+    threads: int | None = None,
 ) -> Extraction:
-    """Compare two copies of the tensors on a device and bring the columns of the changes to host memory.
+    """Compare two copies of the tensors on a device; their changes are brought to the host and compressed meanwhile.
 
     old, new: u64 device address of each tensor's contiguous bytes. Returns when both copies have been read; the columns
     may still be on their way.
@@ -205,19 +418,21 @@ def extract(
     import torch
 
     tables, kernels = _tables(layout, device), _kernels(device.index or 0)
-    result = Extraction(layout, tables, codec, threads)
+    result = Extraction(layout, tables, codecs.NAMES.index(codec), form, threads)
     sides = (tables.row_addresses(old), tables.row_addresses(new))
     sums = (_zeros(len(tables.tensor), device, torch.int64), _zeros(len(tables.tensor), device, torch.int64))
-    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     waiting: _Window | None = None
+    used = 0.0
     # The device extracts the next window while this thread reads the sums of the one before.
-    for window in [*(_Window(layout, tables, groups) for groups in _windows(layout)), None]:
+    for groups in itertools.chain(_windows(layout), [None]):
+        window = None if groups is None else _Window(layout, tables, groups)
         if window is not None:
             window.extract(kernels, sides, sums)
-        if waiting is not None:
-            waiting.compact(kernels, sides, sums)
-            waiting.to_host(result, copies)
+        if waiting is not None and (found := waiting.compact(kernels, sides, sums)) is not None:
+            result.add(*found)
+            used = max(used, int(found[0].k.sum()) / waiting.elements)
         waiting = window
+    tables.room = _SPARE * used
     result.fp = sums[0].cpu().numpy().view(np.uint64)
     result.changed = sums[1].cpu().numpy()
     return result
@@ -236,17 +451,15 @@ def _windows(layout: Layout) -> Iterator[range]:
 
 
 class _Window:
-    """Whole groups of one width, and the columns that an extract launch makes of them.
-
-    k, d: sparse changes and dense elements before each group, and in all.
-    """
+    """Whole groups of one width, and the changes that an extract launch finds in them, in the order in which it did."""
 
     def __init__(self, layout: Layout, tables: _Tables, groups: range) -> None:
         self.layout, self.tables, self.groups = layout, tables, groups
         self.width = layout.groups[groups.start].width
         self.first, last = int(tables.tile_begin[groups.start]), int(tables.tile_begin[groups.stop])
         self.tiles = last - self.first
-        self.room = int(sum(int(layout.groups[g].count.sum()) for g in groups) * _ROOM) + TILE
+        self.elements = sum(int(layout.groups[g].count.sum()) for g in groups)
+        self.room = int(self.elements * tables.room) + TILE
         self.dense_room = 0
 
     def extract(self, kernels: _Kernels, sides: _Pair, sums: _Pair) -> None:
@@ -259,217 +472,233 @@ class _Window:
         self.place = torch.empty(self.tiles, dtype=torch.int32, device=device)
         self.sparse = torch.empty((2 + self.width, self.room), dtype=torch.uint8, device=device)
         self.dense = torch.empty((self.width, self.dense_room), dtype=torch.uint8, device=device)
+        blocks = -(-self.tiles // (2 if self.width == 1 else 1))
         kernels(
-            f"extract_{self.width}", self.tiles, _THREADS, *tables.rows, *sides, np.uint32(self.first), cursor,
-            self.counts, self.place, self.sparse, self.dense, np.uint64(self.room), np.uint64(self.dense_room), *sums,
+            f"extract_{self.width}", blocks, _THREADS, *tables.rows, *sides, np.uint32(self.first),
+            np.uint32(self.tiles), cursor, self.counts, self.place, self.sparse, self.dense, np.uint64(self.room),
+            np.uint64(self.dense_room), *sums,
         )  # fmt: skip
         is_dense = self.counts == -1
         lengths = tables.tile_length[self.first : self.first + self.tiles] * is_dense
-        taken = torch.where(is_dense, 0, self.counts).to(torch.int64) + (lengths.to(torch.int64) << 32)
-        ends = torch.cumsum(taken, 0)
-        self.offset = ends - taken
+        mine = torch.where(is_dense, 0, self.counts).to(torch.int64) + (lengths.to(torch.int64) << 32)
+        ends = torch.cumsum(mine, 0)
+        self.taken = ends - mine
         last = tables.tile_begin[self.groups.start + 1 : self.groups.stop + 1] - self.first - 1
         self._ends = torch.empty(len(last), dtype=torch.int64, pin_memory=True)
         self._ends.copy_(ends[torch.as_tensor(last, device=device)], non_blocking=True)
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._ready.record()
 
-    def compact(self, kernels: _Kernels, sides: _Pair, sums: _Pair) -> None:
-        """Put the columns in order; extracts again where there was too little room."""
+    def compact(self, kernels: _Kernels, sides: _Pair, sums: _Pair) -> tuple[_Shape, _Columns] | None:
+        """Put the changes in order, None where there are none; extracts again where there was too little room."""
         import torch
 
+        tables = self.tables
         while True:
             self._ready.synchronize()
             ends = self._ends.numpy()
-            self.k = np.concatenate(([0], ends & 0xFFFFFFFF))
-            self.d = np.concatenate(([0], ends >> 32))
-            if self.k[-1] <= self.room and self.d[-1] <= self.dense_room:
+            k, d = ends & 0xFFFFFFFF, ends >> 32
+            if k[-1] <= self.room and d[-1] <= self.dense_room:
                 break
-            self.room, self.dense_room = int(self.k[-1]), int(self.d[-1])
-            rows = slice(*self.tables.row_begin[[self.groups.start, self.groups.stop]].tolist())
+            self.room, self.dense_room = int(k[-1]), int(d[-1])
+            rows = slice(*tables.row_begin[[self.groups.start, self.groups.stop]].tolist())
             for per_row in sums:
                 per_row[rows] = 0
             self.extract(kernels, sides, sums)
-        k, d = int(self.k[-1]), int(self.d[-1])
-        sparse = torch.empty((2 + self.width, k), dtype=torch.uint8, device=self.tables.device)
-        dense = torch.empty((self.width, d), dtype=torch.uint8, device=self.tables.device)
-        kernels(
-            "compact", -(-self.tiles * 32 // _THREADS), _THREADS, np.uint32(self.tiles), np.uint32(self.width),
-            self.counts, self.place, self.offset, self.sparse, self.dense, np.uint64(self.room),
-            np.uint64(self.dense_room), sparse, dense, np.uint64(k), np.uint64(d), *self.tables.rows,
-            np.uint32(self.first),
+        k, d = np.diff(k, prepend=0), np.diff(d, prepend=0)
+        touched = np.flatnonzero((k > 0) | (d > 0))
+        if not len(touched):
+            return None
+        shape = _Shape(tables, self.groups.start + touched, k[touched], d[touched])
+        columns = _Columns.of(shape, torch.empty(shape.nbytes, dtype=torch.uint8, device=tables.device))
+        _Launch(tables, columns)(
+            "compact", self.counts, self.place, self.taken, self.sparse, self.dense, np.uint64(self.room),
+            np.uint64(self.dense_room), np.uint32(self.first),
         )  # fmt: skip
-        self.sparse, self.dense = sparse, dense
-
-    def to_host(self, result: Extraction, copies: torch.cuda.Stream) -> None:
-        """Start the copy of all columns to pinned memory."""
-        import torch
-
-        changed = np.flatnonzero((np.diff(self.k) > 0) | (np.diff(self.d) > 0)).tolist()
-        if not changed:
-            return
-        k, d = int(self.k[-1]), int(self.d[-1])
-        places = [
-            _Place(
-                self.groups[i], int(self.tables.tile_begin[self.groups[i]]) - self.first, int(self.k[i]), int(self.d[i])
-            )
-            for i in changed
-        ]
-        nbytes = 2 * self.tiles + (2 + self.width) * k + self.width * d
-        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        copies.wait_stream(torch.cuda.current_stream())
-        at = 0
-        with torch.cuda.stream(copies):
-            for part in (self.counts.view(torch.uint8), self.sparse.view(-1), self.dense.view(-1)):
-                host[at : at + len(part)].copy_(part, non_blocking=True)
-                part.record_stream(copies)
-                at += len(part)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            event.record()
-        result.columns.append(_Columns(self.layout, host, self.tiles, k, d, tuple(places)))
-        result.ready.append(event)
+        return shape, columns
 
 
 # ---------------------------------------------------------------- stage and apply
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a group's columns begin: its first tile, sparse change and dense element."""
+class StagedColumns:
+    """Columns of a version in device memory, ready for the one launch. Made on the stream that stages.
 
-    group: int
-    tile: int
-    k: int
-    d: int
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Columns of groups of one width in one pinned buffer: counts, gap.0, gap.1, value.0 .., dense.0 ..
-
-    k, d: bytes of a sparse and of a dense plane.
+    held: what is being copied and decoded from, until that is done; checks: what the decoders will have said.
     """
 
-    layout: Layout
-    host: torch.Tensor
-    tiles: int
-    k: int
-    d: int
-    places: tuple[_Place, ...]
-
-    def planes(self, place: _Place) -> dict[int, np.ndarray[Any, np.dtype[np.uint8]]]:
-        """Return the planes of a group that are not empty, by number, sorted."""
-        segments, raw, at = self.layout.groups[place.group], self.host.numpy(), 2 * self.tiles
-        width = segments.width
-        counts = raw[2 * place.tile : 2 * (place.tile + segments.tiles)]
-        k, d = require_counts(segments.tile_lengths, counts.view("<u2"))
-        found = {COUNTS: counts}
-        for plane in (GAP, GAP + 1, *range(VALUE, VALUE + width)):
-            found[plane] = raw[at + place.k : at + place.k + k]
-            at += self.k
-        for plane in range(DENSE, DENSE + width):
-            found[plane] = raw[at + place.d : at + place.d + d]
-            at += self.d
-        return {plane: p for plane, p in found.items() if len(p)}
-
-
-class StagedColumns:
-    """Columns of a version in device memory, ready for the one launch."""
-
-    def __init__(self, layout: Layout, device: torch.device, columns: Sequence[_Columns]) -> None:
+    def __init__(
+        self, layout: Layout, tables: _Tables, columns: _Columns, held: list[object], checks: Sequence[Check] = ()
+    ) -> None:
         import torch
 
-        self.layout, self.tables, self.device = layout, _tables(layout, device), device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        records = np.zeros(sum(len(c.places) for c in columns), _GROUP)
-        self.tiles = sum(layout.groups[p.group].tiles for c in columns for p in c.places)
-        before = row = 0
-        with torch.cuda.stream(stream):
-            self._bad = torch.full((1,), -1, dtype=torch.int32, device=device)
-            offset = torch.empty(max(1, self.tiles), dtype=torch.int64, device=device)
-            self._held = [offset]
-            for part in columns:
-                memory = part.host.to(device, non_blocking=True)
-                self._held += [memory, part.host]
-                gaps = memory.data_ptr() + 2 * part.tiles
-                for place in part.places:
-                    segments = layout.groups[place.group]
-                    values = gaps + 2 * part.k
-                    records[row] = (
-                        memory.data_ptr() + 2 * place.tile, gaps + place.k, values + place.k,
-                        values + segments.width * part.k + place.d, offset.data_ptr() + 8 * before, part.k, part.d,
-                        self.tables.tile_begin[place.group], segments.tiles, segments.width, before,
-                    )  # fmt: skip
-                    before += segments.tiles
-                    row += 1
-            self.groups = row
-            self._records = torch.from_numpy(records.view(np.uint8)).to(device)
-            if row:
-                kernels = _kernels(device.index or 0)
-                kernels("scan", row, 1024, *self.tables.rows, self._records)
-                kernels(
-                    "check", -(-self.tiles * 32 // _THREADS), _THREADS, *self.tables.rows, self._records,
-                    np.uint32(row), np.uint32(self.tiles), self._bad,
-                )  # fmt: skip
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            self._done.record(stream)
+        self.layout, self.tables, self._held, self._checks = layout, tables, held, checks
+        self._launch = _Launch(tables, columns)
+        self._bad = torch.full((2,), -1, dtype=torch.int32, device=tables.device)
+        if columns.tiles:
+            _kernels(tables.device.index or 0)(
+                "scan", len(columns.group), 1024, *tables.rows, self._launch.records, self._bad
+            )
+            self._launch("check", self._bad)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._done.record()
 
     def wait(self) -> None:
-        """Return when everything is in device memory and checked. Raises FormatError for a change outside its tile."""
+        """Return when everything is in device memory and checked. Raises FormatError for columns that do not fit."""
+        for check in self._checks:
+            check.wait()
         self._done.synchronize()
-        bad = int(self._bad.item())
-        if bad >= 0:
-            raise FormatError(f"tile {bad} of the version: its last change lies outside the tile")
+        self._held.clear()
+        group, tile = self._bad.tolist()
+        if group >= 0:
+            number = int(self._launch.columns.group[group])
+            raise FormatError(
+                f"group {number} ({self.layout.group_names(number)}): its counts are not those of its columns"
+            )
+        if tile >= 0:
+            raise FormatError(f"tile {tile} of the version: its last change lies outside the tile")
 
     def apply(self, rows: torch.Tensor, fp: torch.Tensor) -> None:
         """Launch the apply on torch's current stream; `fp` is added to, per row."""
         import torch
 
         torch.cuda.current_stream().wait_event(self._done)
-        if self.tiles:
-            blocks = -(-self.tiles * 32 // _THREADS)
-            _kernels(self.device.index or 0)(
-                "apply", blocks, _THREADS, *self.tables.rows, rows, self._records,
-                np.uint32(self.groups), np.uint32(self.tiles), fp,
-            )  # fmt: skip
+        self._launch("apply", fp, first=[rows])
 
 
 def stage(
-    layout: Layout, encoded: Iterable[tuple[int, Sequence[Frame]]], device: torch.device, *, threads: int | None = None
+    layout: Layout, fetched: Sequence[Fetched], device: torch.device, *, on_device: bool, threads: int | None = None
 ) -> StagedColumns:
-    """Decode groups on the CPU, side by side, into pinned memory; bring their columns to the device, check them there.
+    """Bring the columns of all groups to the device and check them there.
 
-    encoded: group number and its frames, sorted by plane and place. Raises FormatError before anything is applied.
+    on_device: frames of columns are decoded by nvCOMP where the columns go, else on the CPU, side by side, as masks and
+    what has an outer codec are in any case. Raises FormatError before anything is applied.
     """
-
     import torch
 
-    def work(item: tuple[int, Sequence[Frame]]) -> _Columns:
-        group, frames = item
+    tables = _tables(layout, device)
+    with torch.cuda.stream(_stream(device, "stage")):
+        if not on_device:
+            groups = (group for one in fetched for group in one.groups())
+            columns, held = _decode_on_host(layout, tables, groups, threads)
+            return StagedColumns(layout, tables, columns, held)
+        wrapped = [
+            np.unique(f["group"][(f["plane"] == MASK) | (f["outer"] != codecs.RAW)])
+            for f in (one.index.frames for one in fetched)
+        ]
+        on_host = ((g, one.frames(g)) for one, groups in zip(fetched, wrapped, strict=True) for g in groups.tolist())
+        columns, held = _decode_on_host(layout, tables, on_host, threads)
+        decoded, more, checks = _decode_on_device(layout, tables, fetched, wrapped)
+        return StagedColumns(layout, tables, _Columns.joined([decoded, columns]), held + more, checks)
 
+
+def _decode_on_device(
+    layout: Layout, tables: _Tables, fetched: Sequence[Fetched], left_out: Sequence[np.ndarray[Any, Any]]
+) -> tuple[_Columns, list[object], list[Check]]:
+    """Bring shards to the device and decode the frames of their columns there. left_out: groups of each shard.
+
+    Returns the columns, what they are made from, and what the decoders will have said.
+    """
+    import torch
+
+    from deltackpt import nvcomp
+
+    kept = [~np.isin(f.index.frames["group"], groups) for f, groups in zip(fetched, left_out, strict=True)]
+    frames = np.concatenate([np.empty(0, FRAME), *(f.index.frames[k] for f, k in zip(fetched, kept, strict=True))])
+    shape, place = _require_columns(layout, tables, frames)
+    memory = torch.empty(max(1, shape.nbytes), dtype=torch.uint8, device=tables.device)
+    sizes = _aligned(np.array([len(f.data) for f in fetched], np.int64), 256)
+    begins = np.cumsum(sizes) - sizes
+    stored = torch.empty(max(1, int(sizes.sum())), dtype=torch.uint8, device=tables.device)
+    for begin, one in zip(begins.tolist(), fetched, strict=True):
+        stored[begin : begin + len(one.data)].copy_(torch.frombuffer(one.data, dtype=torch.uint8), non_blocking=True)
+    offset = np.repeat(begins, [int(k.sum()) for k in kept]) + frames["offset"].astype(np.int64)
+    nbytes, raw = frames["stored"].astype(np.int64), frames["raw"].astype(np.int64)
+    checks = []
+    for codec in np.unique(frames["codec"]).tolist():
+        some = frames["codec"] == codec
+        if codec == codecs.RAW:
+            nvcomp.place(stored, offset[some], memory, place[some], nbytes[some])
+        else:
+            checks.append(nvcomp.decompress(codec, stored, offset[some], nbytes[some], memory, place[some], raw[some]))
+    return _Columns.of(shape, memory), [stored, *(f.data for f in fetched)], checks
+
+
+def _require_columns(layout: Layout, tables: _Tables, frames: np.ndarray[Any, Any]) -> tuple[_Shape, I64]:
+    """Return the shape of the columns that frames make up, and where in its memory each frame goes.
+
+    frames: FRAME records, sorted by group, plane and place. Raises FormatError unless they are cut as the format says
+    and the planes of each group fit each other; whether the counts demand as much is seen when they are decoded.
+    """
+    group, plane, raw = (frames[n].astype(np.int64) for n in ("group", "plane", "raw"))
+    begins = np.flatnonzero(np.diff(group * 256 + plane, prepend=-1))
+    lengths = np.diff(begins, append=len(frames))
+    in_plane = np.arange(len(frames)) - np.repeat(begins, lengths)
+    last = np.repeat(begins + lengths, lengths) - 1 == np.arange(len(frames))
+    numbers, row = np.unique(group, return_inverse=True)
+    planes = np.zeros((len(numbers), 256), np.int64)
+    np.add.at(planes, (row, plane), raw)
+    tiles, width = tables.group_tiles[numbers], tables.group_width[numbers]
+    k, d = planes[:, GAP], planes[:, DENSE]
+    due = np.zeros_like(planes)
+    due[:, COUNTS] = 2 * tiles
+    for first, number, size in ((GAP, np.full(len(numbers), 2), k), (VALUE, width, k), (DENSE, width, d)):
+        for p in range(8 if first != GAP else 2):
+            due[:, first + p] = np.where(p < number, size, 0)
+    wrong = (planes != due).any(axis=1) | (k + d == 0)
+    uneven = (raw != PLANE_FRAME) & ~(last & (raw > 0) & (raw < PLANE_FRAME))
+    uneven |= (frames["block"] != 0) | (frames["codec"] == codecs.RAW) & (frames["stored"] != frames["raw"])
+    uneven |= frames["codec"] >= len(codecs.NAMES)
+    bad = np.flatnonzero(wrong[row] | uneven)
+    if len(bad):
+        first = int(group[bad[0]])
+        sizes = {p: int(n) for p, n in enumerate(planes[row[bad[0]]].tolist()) if n}
+        raise FormatError(
+            f"group {first} ({layout.group_names(first)}): frames of {sizes} bytes by plane, or how they are cut, do "
+            "not make up its columns"
+        )
+    shape = _Shape(tables, numbers, k, d)
+    return shape, shape.plane_begin(row, plane) + in_plane * PLANE_FRAME
+
+
+def _decode_on_host(
+    layout: Layout, tables: _Tables, groups: Iterable[tuple[int, Sequence[Frame]]], threads: int | None
+) -> tuple[_Columns, list[object]]:
+    """Decode groups on the CPU; returns their columns, and the host memory from which they are still being copied."""
+    import torch
+
+    def work(item: tuple[int, Sequence[Frame]]) -> tuple[int, int, int, torch.Tensor]:
+        group, frames = item
         held: list[torch.Tensor] = []
 
-        def allocate(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        def allocate(nbytes: int) -> U8:
             held.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
             return held[0].numpy()
 
         columns = backend.decode_columns(layout, group, frames, threads=1, allocate=allocate)
-        tiles, k, d = len(columns.counts), columns.gaps.shape[1], columns.dense.shape[1]
-        return _Columns(layout, held[0], tiles, k, d, (_Place(group, 0, 0, 0),))
+        return group, columns.gaps.shape[1], columns.dense.shape[1], held[0]
 
-    return StagedColumns(layout, device, list(backend.in_order(work, encoded, threads)))
+    found = list(backend.in_order(work, groups, threads))
+    group, k, d = (np.array([f[i] for f in found], np.int64) for i in range(3))
+    shape = _Shape(tables, group, k, d, align=1)
+    memory = torch.empty(max(1, shape.nbytes), dtype=torch.uint8, device=tables.device)
+    for begin, (*_, host) in zip(shape.begin.tolist(), found, strict=True):
+        memory[begin : begin + len(host)].copy_(host, non_blocking=True)
+    return _Columns.of(shape, memory), [f[3] for f in found]
 
 
-def apply(staged: StagedColumns, tensors: U64) -> U64:
+def apply(staged: StagedColumns, tensors: U64, meanwhile: Callable[[], None] = lambda: None) -> U64:
     """Apply staged columns in place; returns what that added to the fingerprint of each tensor.
 
-    tensors: u64 device address of each tensor's contiguous bytes. Returns when the device is done.
+    tensors: u64 device address of each tensor's contiguous bytes. Returns when the device is done; `meanwhile` is
+    called while it works.
     """
     import torch
 
     tables = staged.tables
-    fp = _zeros(len(tables.tensor), staged.device, torch.int64)
+    fp = _zeros(len(tables.tensor), tables.device, torch.int64)
     staged.apply(tables.row_addresses(tensors), fp)
+    meanwhile()
     return tables.per_tensor(staged.layout, fp)
 
 
@@ -503,35 +732,48 @@ class Cuda:
             raise ConfigError(f"tensors on {on}: an AMD GPU; move them to the CPU")
         if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
             raise ConfigError(f"tensors on {on} need cuda-core; pip install 'deltackpt[cuda13]' (or cuda12)")
+        self.nvcomp = libnvcomp.installed()
+
+    def room(self, nbytes: int) -> memoryview:
+        """Return pinned host memory. See backend.Device."""
+        import torch
+
+        return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
 
     def hold(self, tensors: Sequence[object]) -> tuple[object, U64]:
         """See backend.Device."""
-        return tensors, backend.pointers(tensors)
+        import torch
+
+        return tensors, np.fromiter(map(torch.Tensor.data_ptr, cast("Sequence[torch.Tensor]", tensors)), np.uint64)
 
     def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Extraction:
         """See backend.Device."""
-        if form != "sparse" or codec not in codecs.NAMES or codec == "ans":
-            raise ConfigError(f"codec {codec!r} with form {form!r} is not made on a GPU; expected zstd and sparse")
-        return extract(layout, old, new, self.device, codec=codec, threads=self.threads)
+        if codec not in codecs.NAMES:
+            raise ConfigError(f"codec {codec!r} is unknown; expected one of {' '.join(codecs.NAMES)}")
+        if codec == "ans" and (form != "sparse" or not self.nvcomp):
+            raise ConfigError(f"codec 'ans' with form {form!r}: it is made by nvCOMP only, of columns; install it")
+        if form not in ("sparse", "mask"):
+            raise ConfigError(f"form {form!r} is unknown; expected sparse or mask")
+        return extract(layout, old, new, self.device, codec=codec, form=form, threads=self.threads)
 
-    def stage(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[StagedColumns]:
+    def stage(self, tiling: Tiling, fetched: Sequence[Fetched]) -> list[StagedColumns]:
         """See backend.Device. Raises ConfigError for a version in parts."""
         if not isinstance(tiling, Layout):
             raise ConfigError(
                 f"tensors on {self.device}: versions that were published in parts are applied on the CPU only; "
                 "follow with tensors on the CPU, or publish from one process"
             )
-        staged = stage(tiling, groups, self.device, threads=self.threads)
+        staged = stage(tiling, fetched, self.device, on_device=self.nvcomp, threads=self.threads)
         staged.wait()
         return [staged]
 
-    def apply(self, tiling: Tiling, staged: Sequence[object], tensors: U64) -> U64:
+    def apply(
+        self, tiling: Tiling, staged: Sequence[object], tensors: U64, meanwhile: Callable[[], None] = lambda: None
+    ) -> U64:
         """See backend.Device. Returns when the device is done."""
-        total = np.zeros(len(tiling.layout.names), np.uint64)
-        for columns in staged:
-            assert isinstance(columns, StagedColumns)
-            total = total + apply(columns, tensors)
-        return total
+        (columns,) = staged
+        assert isinstance(columns, StagedColumns)
+        return apply(columns, tensors, meanwhile)
 
     def fingerprints(self, layout: Layout, tensors: U64) -> U64:
         """See backend.Device."""

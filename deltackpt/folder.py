@@ -55,8 +55,8 @@ from deltackpt.kernels import fingerprint, view
 from deltackpt.layout import Layout, Segments, Tiling
 from deltackpt.manifest import LEVEL, Placement, Shard, decode
 from deltackpt.partition import Partition
-from deltackpt.reader import Delta, Fetched, Reader, compare_fingerprints, named, requests, source_lacks
-from deltackpt.shard import ShardImage, assemble, parse_index
+from deltackpt.reader import Delta, Reader, compare_fingerprints, named, requests, source_lacks
+from deltackpt.shard import Fetched, ShardImage, assemble, parse_index
 from deltackpt.store import LocalStore, Store, store_error, sync_folder
 
 OWN = ".deltackpt"

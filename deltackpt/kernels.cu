@@ -70,204 +70,254 @@ struct Planes {
   u64 room, dense_room;
 };
 
-// One block a tile. Tiles take their place in the planes as they come (cursor: sparse changes and dense elements taken);
-// `compact` puts them in order. Waiting for the tiles before would leave the memory idle.
+// One block a tile, of bytes two tiles: as many bytes as of halves. Tiles take their place in the planes as they come
+// (cursor: sparse changes and dense elements taken); `compact` puts them in order. Waiting for the tiles before would
+// leave the memory idle.
 template <int W>
-__device__ void extract(Rows rows, const u64* old_at, const u64* new_at, u32 first_tile, u64* cursor, u16* counts,
-                        u32* place, Planes planes, u64* fp, u64* changed) {
+__device__ void extract(Rows rows, const u64* old_at, const u64* new_at, u32 first_tile, u32 tiles, u64* cursor,
+                        u16* counts, u32* place, Planes planes, u64* fp, u64* changed) {
   typedef typename Element<W>::type T;
-  // A warp owns an eighth of the tile and walks it in rounds of 32 vectors, so that order needs one barrier only.
-  constexpr int WARPS = THREADS / 32, PER = 16 / W, ROUNDS = 2 * W;
+  // A warp owns an eighth of a tile and walks it in rounds of 32 vectors, so that order needs one barrier only.
+  constexpr int N = W == 1 ? 2 : 1, WARPS = THREADS / 32, PER = 16 / W, ROUNDS = 2 * W;
   constexpr int FIELDS = ROUNDS < 8 ? ROUNDS : 8, BITS = 64 / FIELDS, PACKS = ROUNDS / FIELDS;
-  __shared__ u16 position[SPARSE];
-  __shared__ T before[SPARSE], after[SPARSE];
-  __shared__ int warp_count[WARPS];
-  __shared__ u64 warp_fp[WARPS], taken;
+  __shared__ u16 position[N][SPARSE];
+  __shared__ T before[N][SPARSE], after[N][SPARSE];
+  __shared__ int warp_count[N][WARPS];
+  __shared__ u64 warp_fp[N][WARPS], taken[N];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  u32 local = blockIdx.x, tile = first_tile + local, row = rows.tile_row[tile];
-  u64 first = (u64)rows.tile_index[tile] * TILE, left = rows.count[row] - first;
-  int length = left < TILE ? (int)left : TILE;
-  const u8 *a = (const u8*)old_at[row] + first * W, *b = (const u8*)new_at[row] + first * W;
-  u64 element = rows.start[row] + first;
-  bool aligned = ((u64)a | (u64)b) % 16 == 0;
+  u32 local = blockIdx.x * N, row[N];
+  int length[N];
+  const u8 *a[N], *b[N];
+  u64 element[N];
   int begin = warp * (TILE / WARPS) + lane * PER;  // first element of round 0; rounds are 32 * PER apart
-
-  uint4 x[ROUNDS], y[ROUNDS];
+  uint4 x[N][ROUNDS], y[N][ROUNDS];
   #pragma unroll
-  for (int r = 0; r < ROUNDS; r++) {
-    int e = begin + r * 32 * PER;
-    x[r] = y[r] = make_uint4(0, 0, 0, 0);
-    if (aligned && e + PER <= length) {
-      x[r] = __ldcs((const uint4*)(a + e * W));
-      y[r] = __ldcs((const uint4*)(b + e * W));
-    } else {
-      #pragma unroll
-      for (int i = 0; i < PER; i++)
-        if (e + i < length) {
-          ((T*)&x[r])[i] = (T)load<W>(a + (e + i) * W);
-          ((T*)&y[r])[i] = (T)load<W>(b + (e + i) * W);
-        }
-    }
+  for (int q = 0; q < N; q++) {
+    u32 tile = first_tile + (local + q < tiles ? local + q : tiles - 1);
+    row[q] = rows.tile_row[tile];
+    u64 first = (u64)rows.tile_index[tile] * TILE, left = rows.count[row[q]] - first;
+    length[q] = local + q >= tiles ? 0 : left < TILE ? (int)left : TILE;
+    a[q] = (const u8*)old_at[row[q]] + first * W;
+    b[q] = (const u8*)new_at[row[q]] + first * W;
+    element[q] = rows.start[row[q]] + first;
   }
-  u32 differs = 0;  // a bit for each element of this lane, in order: PER * ROUNDS is 32 for every width
   #pragma unroll
-  for (int r = 0; r < ROUNDS; r++) {
-    if (W <= 2) {
-      const u32 *p = (const u32*)&x[r], *q = (const u32*)&y[r];
-      #pragma unroll
-      for (int i = 0; i < 4; i++) {  // 4 bytes, or 2 halves, by one comparison and a gather of its bits
-        u32 bits = W == 1 ? ((__vcmpne4(p[i], q[i]) & 0x01010101) * 0x01020408) >> 24 & 15 : __vcmpne2(p[i], q[i]);
-        if (W == 2) bits = (bits & 1) | (bits >> 30 & 2);
-        differs |= bits << (r * PER + i * (4 / W));
-      }
-    } else {
-      const T *p = (const T*)&x[r], *q = (const T*)&y[r];
-      #pragma unroll
-      for (int i = 0; i < PER; i++) differs |= (u32)(p[i] != q[i]) << (r * PER + i);
-    }
-  }
-  constexpr u32 ROUND = W == 1 ? 0xFFFF : (1u << PER) - 1;
-  // Changes before this lane, for all rounds at once: one field of a word each.
-  u64 mine[PACKS], upto[PACKS];
-  #pragma unroll
-  for (int k = 0; k < PACKS; k++) {
-    mine[k] = 0;
-    #pragma unroll
-    for (int f = 0; f < FIELDS; f++)
-      mine[k] += (u64)__popc(differs >> ((k * FIELDS + f) * PER) & ROUND) << (f * BITS % 64);
-    upto[k] = mine[k];
-    #pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      u64 up = __shfl_up_sync(~0u, upto[k], o);
-      if (lane >= o) upto[k] += up;
-    }
-  }
-  constexpr u64 FIELD = ~0ull >> (64 - BITS);
-  u64 round_total[PACKS];
-  int count = 0;
-  #pragma unroll
-  for (int k = 0; k < PACKS; k++) {
-    round_total[k] = __shfl_sync(~0u, upto[k], 31);
-    #pragma unroll
-    for (int f = 0; f < FIELDS; f++) count += (int)(round_total[k] >> (f * BITS % 64) & FIELD);
-  }
-  if (lane == 0) warp_count[warp] = count;
-  __syncthreads();
-  int at_warp = 0, done = 0;
-  #pragma unroll
-  for (int k = 0; k < WARPS; k++) { if (k == warp) at_warp = done; done += warp_count[k]; }
-  bool dense = 4 * done > length;
-  u64 sum = 0;
-  if (done && !dense) {
+  for (int q = 0; q < N; q++) {
+    bool aligned = ((u64)a[q] | (u64)b[q]) % 16 == 0;
     #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
-      int shift = r % FIELDS * BITS % 64;
-      int at = at_warp + (int)((upto[r / FIELDS] - mine[r / FIELDS]) >> shift & FIELD);
-      at_warp += (int)(round_total[r / FIELDS] >> shift & FIELD);
-      u32 here = differs >> (r * PER) & ROUND;
-      if (here) {
-        const T *p = (const T*)&x[r], *q = (const T*)&y[r];
+      int e = begin + r * 32 * PER;
+      x[q][r] = y[q][r] = make_uint4(0, 0, 0, 0);
+      if (aligned && e + PER <= length[q]) {
+        x[q][r] = __ldcs((const uint4*)(a[q] + e * W));
+        y[q][r] = __ldcs((const uint4*)(b[q] + e * W));
+      } else {
         #pragma unroll
         for (int i = 0; i < PER; i++)
-          if (here >> i & 1) {
-            position[at] = (u16)(begin + r * 32 * PER + i);
-            before[at] = p[i];
-            after[at] = q[i];
-            at++;
+          if (e + i < length[q]) {
+            ((T*)&x[q][r])[i] = (T)load<W>(a[q] + (e + i) * W);
+            ((T*)&y[q][r])[i] = (T)load<W>(b[q] + (e + i) * W);
           }
       }
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < done; i += THREADS) sum += change<W>(element + position[i], before[i], after[i]);
-  } else if (dense) {
-    for (int e = threadIdx.x; e < length; e += THREADS) sum += change<W>(element + e, load<W>(a + e * W), load<W>(b + e * W));
   }
-  if (done) {
-    sum = warp_sum(sum);
-    if (lane == 0) warp_fp[warp] = sum;
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) {
-    if (done) {
-      u64 total = 0;
-      for (int k = 0; k < WARPS; k++) total += warp_fp[k];
-      atomicAdd(fp + row, total);
-      atomicAdd(changed + row, (u64)done);
-      taken = dense ? atomicAdd(cursor + 1, (u64)length) : atomicAdd(cursor, (u64)done);
-      place[local] = (u32)taken;
-    }
-    counts[local] = dense ? DENSE : (u16)done;
-  }
-  if (done == 0) return;
-  __syncthreads();
-  u64 to = taken;
-  if (dense) {
-    if (to + length > planes.dense_room) return;  // the caller sees the sums, makes room and comes again
-    for (int i = threadIdx.x; i < length * W; i += THREADS)
-      planes.dense[i % W * planes.dense_room + to + i / W] = a[i] ^ b[i];
-    return;
-  }
-  if (to + done > planes.room) return;
-  for (int i = threadIdx.x; i < done; i += THREADS) {
-    u32 gap = i ? position[i] - position[i - 1] - 1 : position[0];
-    planes.sparse[to + i] = (u8)gap;
-    planes.sparse[planes.room + to + i] = (u8)(gap >> 8);
-    u64 v = before[i] ^ after[i];
+  u32 differs[N];  // a bit for each element of this lane, in order: PER * ROUNDS is 32 for every width
+  constexpr u32 ROUND = W == 1 ? 0xFFFF : (1u << PER) - 1;
+  constexpr u64 FIELD = ~0ull >> (64 - BITS);
+  // Changes before this lane, for all rounds at once: one field of a word each.
+  u64 mine[N][PACKS], upto[N][PACKS], round_total[N][PACKS];
+  #pragma unroll
+  for (int q = 0; q < N; q++) {
+    differs[q] = 0;
     #pragma unroll
-    for (int j = 0; j < W; j++) planes.sparse[(2 + j) * planes.room + to + i] = (u8)(v >> (8 * j));
+    for (int r = 0; r < ROUNDS; r++) {
+      if (W <= 2) {
+        const u32 *p = (const u32*)&x[q][r], *o = (const u32*)&y[q][r];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {  // 4 bytes, or 2 halves, by one comparison and a gather of its bits
+          u32 bits = W == 1 ? ((__vcmpne4(p[i], o[i]) & 0x01010101) * 0x01020408) >> 24 & 15 : __vcmpne2(p[i], o[i]);
+          if (W == 2) bits = (bits & 1) | (bits >> 30 & 2);
+          differs[q] |= bits << (r * PER + i * (4 / W));
+        }
+      } else {
+        const T *p = (const T*)&x[q][r], *o = (const T*)&y[q][r];
+        #pragma unroll
+        for (int i = 0; i < PER; i++) differs[q] |= (u32)(p[i] != o[i]) << (r * PER + i);
+      }
+    }
+    int count = 0;
+    #pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+      mine[q][k] = 0;
+      #pragma unroll
+      for (int f = 0; f < FIELDS; f++)
+        mine[q][k] += (u64)__popc(differs[q] >> ((k * FIELDS + f) * PER) & ROUND) << (f * BITS % 64);
+      upto[q][k] = mine[q][k];
+      #pragma unroll
+      for (int o = 1; o < 32; o <<= 1) {
+        u64 up = __shfl_up_sync(~0u, upto[q][k], o);
+        if (lane >= o) upto[q][k] += up;
+      }
+      round_total[q][k] = __shfl_sync(~0u, upto[q][k], 31);
+      #pragma unroll
+      for (int f = 0; f < FIELDS; f++) count += (int)(round_total[q][k] >> (f * BITS % 64) & FIELD);
+    }
+    if (lane == 0) warp_count[q][warp] = count;
+  }
+  __syncthreads();
+  int done[N], any = 0;
+  bool dense[N];
+  #pragma unroll
+  for (int q = 0; q < N; q++) {
+    int at_warp = 0;
+    done[q] = 0;
+    #pragma unroll
+    for (int k = 0; k < WARPS; k++) { if (k == warp) at_warp = done[q]; done[q] += warp_count[q][k]; }
+    any += done[q];
+    dense[q] = 4 * done[q] > length[q];
+    if (done[q] && !dense[q]) {
+      #pragma unroll
+      for (int r = 0; r < ROUNDS; r++) {
+        int shift = r % FIELDS * BITS % 64;
+        int at = at_warp + (int)((upto[q][r / FIELDS] - mine[q][r / FIELDS]) >> shift & FIELD);
+        at_warp += (int)(round_total[q][r / FIELDS] >> shift & FIELD);
+        u32 here = differs[q] >> (r * PER) & ROUND;
+        if (here) {
+          const T *p = (const T*)&x[q][r], *o = (const T*)&y[q][r];
+          #pragma unroll
+          for (int i = 0; i < PER; i++)
+            if (here >> i & 1) {
+              position[q][at] = (u16)(begin + r * 32 * PER + i);
+              before[q][at] = p[i];
+              after[q][at] = o[i];
+              at++;
+            }
+        }
+      }
+    }
+  }
+  if (any) {
+    __syncthreads();
+    #pragma unroll
+    for (int q = 0; q < N; q++) {
+      if (!done[q]) continue;
+      u64 sum = 0;
+      if (dense[q])
+        for (int e = threadIdx.x; e < length[q]; e += THREADS)
+          sum += change<W>(element[q] + e, load<W>(a[q] + e * W), load<W>(b[q] + e * W));
+      else
+        for (int i = threadIdx.x; i < done[q]; i += THREADS)
+          sum += change<W>(element[q] + position[q][i], before[q][i], after[q][i]);
+      sum = warp_sum(sum);
+      if (lane == 0) warp_fp[q][warp] = sum;
+    }
+    __syncthreads();
+  }
+  #pragma unroll
+  for (int q = 0; q < N; q++)
+    if (threadIdx.x == 32 * q && local + q < tiles) {
+      if (done[q]) {
+        u64 total = 0;
+        for (int k = 0; k < WARPS; k++) total += warp_fp[q][k];
+        atomicAdd(fp + row[q], total);
+        atomicAdd(changed + row[q], (u64)done[q]);
+        taken[q] = dense[q] ? atomicAdd(cursor + 1, (u64)length[q]) : atomicAdd(cursor, (u64)done[q]);
+        place[local + q] = (u32)taken[q];
+      }
+      counts[local + q] = dense[q] ? DENSE : (u16)done[q];
+    }
+  if (!any) return;
+  __syncthreads();
+  #pragma unroll
+  for (int q = 0; q < N; q++) {
+    if (!done[q]) continue;
+    u64 to = taken[q];
+    if (dense[q]) {
+      if (to + length[q] > planes.dense_room) continue;  // the caller sees the sums, makes room and comes again
+      for (int i = threadIdx.x; i < length[q] * W; i += THREADS)
+        planes.dense[i % W * planes.dense_room + to + i / W] = a[q][i] ^ b[q][i];
+      continue;
+    }
+    if (to + done[q] > planes.room) continue;
+    for (int i = threadIdx.x; i < done[q]; i += THREADS) {
+      u32 gap = i ? position[q][i] - position[q][i - 1] - 1 : position[q][0];
+      planes.sparse[to + i] = (u8)gap;
+      planes.sparse[planes.room + to + i] = (u8)(gap >> 8);
+      u64 v = before[q][i] ^ after[q][i];
+      #pragma unroll
+      for (int j = 0; j < W; j++) planes.sparse[(2 + j) * planes.room + to + i] = (u8)(v >> (8 * j));
+    }
   }
 }
 
 #define ROWS const u32 *tile_row, const u32 *tile_index, const u64 *count, const u64 *start
-#define EXTRACT(W, BLOCKS)                                                                                           \
-  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) extract_##W(                                                 \
-      ROWS, const u64* old_at, const u64* new_at, u32 first_tile, u64* cursor, u16* counts, u32* place, u8* sparse,  \
-      u8* dense, u64 room, u64 dense_room, u64* fp, u64* changed) {                                                  \
-    extract<W>({tile_row, tile_index, count, start}, old_at, new_at, first_tile, cursor, counts, place,              \
-               {sparse, dense, room, dense_room}, fp, changed);                                                      \
+#define EXTRACT(W, BLOCKS)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) extract_##W(                                           \
+      ROWS, const u64* old_at, const u64* new_at, u32 first_tile, u32 tiles, u64* cursor, u16* counts, u32* place,     \
+      u8* sparse, u8* dense, u64 room, u64 dense_room, u64* fp, u64* changed) {                                        \
+    extract<W>({tile_row, tile_index, count, start}, old_at, new_at, first_tile, tiles, cursor, counts, place,         \
+               {sparse, dense, room, dense_room}, fp, changed);                                                        \
   }
-EXTRACT(1, 5)
+EXTRACT(1, 4)
 EXTRACT(2, 4)
 EXTRACT(4, 3)
 EXTRACT(8, 1)
 
-// One warp a tile: from where it was taken down to its place in order. offset: see Group.
+// ---------------------------------------------------------------- columns
+
+// Columns of one group in device memory: k sparse changes and d dense elements, planes at their strides. offset: per
+// tile, sparse changes (low 32 bits) and dense elements before it in the group.
+struct Group {
+  u16* counts;
+  u8 *gaps, *values, *dense;
+  u64* offset;
+  u64 k, d, stride, dense_stride;
+  u32 first_tile, tiles, width, before;  // before: tiles of the groups before it in this launch
+};
+
+__device__ __forceinline__ const Group* find(const Group* groups, int n, u32 at) {
+  int low = 0, high = n - 1;
+  while (low < high) {
+    int middle = (low + high + 1) >> 1;
+    if (groups[middle].before <= at) low = middle; else high = middle - 1;
+  }
+  return groups + low;
+}
+
+// One warp a tile: from where it was taken down to its place in its group. taken: as Group.offset, but counted from the
+// first tile of the window.
 extern "C" __global__ void __launch_bounds__(THREADS)
-compact(u32 tiles, u32 width, const u16* counts, const u32* place, const u64* offset, const u8* sparse, const u8* dense,
-        u64 room, u64 dense_room, u8* sparse_out, u8* dense_out, u64 k_out, u64 d_out, ROWS, u32 first_tile) {
-  u32 t = (u32)(((u64)blockIdx.x * THREADS + threadIdx.x) >> 5);
+compact(ROWS, const Group* groups, u32 n_groups, u32 tiles, const u16* counts, const u32* place, const u64* taken,
+        const u8* sparse, const u8* dense, u64 room, u64 dense_room, u32 window_tile) {
+  u32 at = (u32)(((u64)blockIdx.x * THREADS + threadIdx.x) >> 5);
   int lane = threadIdx.x & 31;
-  if (t >= tiles) return;
-  u16 n = counts[t];
+  if (at >= tiles) return;
+  const Group& g = *find(groups, n_groups, at);
+  u32 t = at - g.before, tile = g.first_tile + t, first = g.first_tile - window_tile;
+  u16 n = counts[first + t];
+  u64 to = taken[first + t] - taken[first], from = place[first + t];
+  if (lane == 0) {
+    g.counts[t] = n;
+    g.offset[t] = to;
+  }
   if (n == 0) return;
-  u64 at = offset[t], from = place[t];
   if (n == DENSE) {
-    u32 tile = first_tile + t;
     u64 left = count[tile_row[tile]] - (u64)tile_index[tile] * TILE;
     u32 length = left < TILE ? (u32)left : TILE;
-    for (u32 j = 0; j < width; j++)
-      for (u32 i = lane; i < length; i += 32) dense_out[j * d_out + (at >> 32) + i] = dense[j * dense_room + from + i];
+    for (u32 j = 0; j < g.width; j++)
+      for (u32 i = lane; i < length; i += 32)
+        g.dense[j * g.dense_stride + (to >> 32) + i] = dense[j * dense_room + from + i];
     return;
   }
-  at &= 0xFFFFFFFFull;
-  for (u32 j = 0; j < 2 + width; j++)
-    for (u32 i = lane; i < n; i += 32) sparse_out[j * k_out + at + i] = sparse[j * room + from + i];
+  to &= 0xFFFFFFFFull;
+  for (u32 j = 0; j < 2 + g.width; j++)
+    for (u32 i = lane; i < n; i += 32) g.gaps[j * g.stride + to + i] = sparse[j * room + from + i];
 }
 
 // ---------------------------------------------------------------- stage
 
-// Columns of one group in device memory, planes at strides of k and d. offset: per tile, sparse changes (low 32 bits) and
-// dense elements before it.
-struct Group {
-  const u16* counts;
-  const u8 *gaps, *values, *dense;
-  u64* offset;
-  u64 k, d;
-  u32 first_tile, tiles, width, before;  // before: tiles of the groups before it in this launch
-};
-
-// One block a group: prefix sums of its counts.
-extern "C" __global__ void scan(ROWS, const Group* groups) {
+// One block a group: prefix sums of its counts. bad[0]: a group whose counts are not those of its columns.
+extern "C" __global__ void scan(ROWS, const Group* groups, int* bad) {
   Rows rows = {tile_row, tile_index, count, start};
   __shared__ u64 warp_total[32], carry;
   Group g = groups[blockIdx.x];
@@ -283,7 +333,12 @@ extern "C" __global__ void scan(ROWS, const Group* groups) {
         u32 tile = g.first_tile + t;
         u64 left = rows.count[rows.tile_row[tile]] - (u64)rows.tile_index[tile] * TILE;
         mine = (left < TILE ? left : TILE) << 32;
-      } else mine = c;
+      } else {
+        mine = c;
+        u32 tile = g.first_tile + t;
+        u64 left = rows.count[rows.tile_row[tile]] - (u64)rows.tile_index[tile] * TILE;
+        if (c > (left < TILE ? left : TILE)) atomicMax(bad, (int)blockIdx.x);
+      }
     }
     u64 s = mine;
     for (int o = 1; o < 32; o <<= 1) { u64 up = __shfl_up_sync(~0u, s, o); if (lane >= o) s += up; }
@@ -296,18 +351,11 @@ extern "C" __global__ void scan(ROWS, const Group* groups) {
     if (threadIdx.x == 0) for (int k = 0; k < warps; k++) carry += warp_total[k];
     __syncthreads();
   }
+  if (threadIdx.x == 0 && carry != (g.k | g.d << 32)) atomicMax(bad, (int)blockIdx.x);
 }
 
-__device__ __forceinline__ const Group* find(const Group* groups, int n, u32 at) {
-  int low = 0, high = n - 1;
-  while (low < high) {
-    int middle = (low + high + 1) >> 1;
-    if (groups[middle].before <= at) low = middle; else high = middle - 1;
-  }
-  return groups + low;
-}
-
-// One warp a tile: its last position, which is the largest, must be inside. bad: a tile of the launch where it is not.
+// One warp a tile: its last position, which is the largest, must be inside. bad[1]: a tile of the launch where it is
+// not. Nothing is read of groups that `scan` found wrong.
 extern "C" __global__ void __launch_bounds__(THREADS)
 check(ROWS, const Group* groups, u32 n_groups, u32 tiles, int* bad) {
   u32 at = (u32)(((u64)blockIdx.x * THREADS + threadIdx.x) >> 5);
@@ -318,10 +366,11 @@ check(ROWS, const Group* groups, u32 n_groups, u32 tiles, int* bad) {
   u16 n = g.counts[t];
   if (n == 0 || n == DENSE) return;
   u64 left = count[tile_row[tile]] - (u64)tile_index[tile] * TILE, k = g.offset[t] & 0xFFFFFFFFull;
+  if (k + n > g.k) return;
   u32 sum = 0;
-  for (int i = lane; i < n; i += 32) sum += 1 + g.gaps[k + i] + (g.gaps[g.k + k + i] << 8);
+  for (int i = lane; i < n; i += 32) sum += 1 + g.gaps[k + i] + (g.gaps[g.stride + k + i] << 8);
   sum = warp_sum(sum);
-  if (lane == 0 && sum > (left < TILE ? left : TILE)) atomicMax(bad, (int)at);
+  if (lane == 0 && sum > (left < TILE ? left : TILE)) atomicMax(bad + 1, (int)at);
 }
 
 // ---------------------------------------------------------------- apply
@@ -335,7 +384,7 @@ __device__ u64 apply_tile(const Group& g, u32 t, u16 n, u8* at, u64 element, int
     for (int e = lane; e < length; e += 32) {
       u64 x = 0;
       #pragma unroll
-      for (int j = 0; j < W; j++) x |= (u64)plane[j * g.d + e] << (8 * j);
+      for (int j = 0; j < W; j++) x |= (u64)plane[j * g.dense_stride + e] << (8 * j);
       u64 before = load<W>(at + (u64)e * W);
       store<W>(at + (u64)e * W, before ^ x);
       sum += change<W>(element + e, before, before ^ x);
@@ -348,9 +397,9 @@ __device__ u64 apply_tile(const Group& g, u32 t, u16 n, u8* at, u64 element, int
     int i = s + lane, step = 0;
     u64 x = 0;
     if (i < n) {
-      step = (g.gaps[k + i] | (g.gaps[g.k + k + i] << 8)) + 1;
+      step = (g.gaps[k + i] | (g.gaps[g.stride + k + i] << 8)) + 1;
       #pragma unroll
-      for (int j = 0; j < W; j++) x |= (u64)g.values[j * g.k + k + i] << (8 * j);
+      for (int j = 0; j < W; j++) x |= (u64)g.values[j * g.stride + k + i] << (8 * j);
     }
     int p = step;
     #pragma unroll

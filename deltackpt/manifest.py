@@ -18,7 +18,9 @@ LEVEL = 1
 """Format level that this package writes."""
 LEVELS = (1,)
 """Format levels that this package reads."""
-FEATURES: frozenset[str] = frozenset()
+ANS = "nvcomp-ans-6"
+"""Needed where frames are ans: the bitstream of this major version of nvCOMP."""
+FEATURES: frozenset[str] = frozenset({ANS})
 """Values of `needs` that this package knows."""
 MAX_MANIFEST = 16 << 20
 """Bytes; a larger manifest or small record is refused before it is read."""

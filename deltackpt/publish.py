@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import numpy as np
 
 from deltackpt import backend
+from deltackpt import codec as codecs
 from deltackpt.anchor import Weights, anchor_due, full_draft, make_anchor, scratch_folder
 from deltackpt.backend import Device, Encoding
 from deltackpt.chain import Entry
@@ -28,7 +29,7 @@ from deltackpt.errors import ConfigError, DeltaError
 from deltackpt.folder import CheckpointTarget, difference, fingerprint_folder
 from deltackpt.follow import Follower
 from deltackpt.layout import Layout
-from deltackpt.manifest import Manifest, Placement
+from deltackpt.manifest import ANS, Manifest, Placement
 from deltackpt.shard import EncodedGroup
 from deltackpt.store import LocalStore, Store, open_store
 from deltackpt.writer import SHARD_BYTES, Draft, Upload, Writer, attempt
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from deltackpt.board import Group
     from deltackpt.collective import Collective
     from deltackpt.holding import Pieces
-    from deltackpt.tensors import Choice, Live, Params
+    from deltackpt.tensors import Choice, Live, Params, Roster
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class _Encoded:
     changed: int
     changed_bytes: int
     times: dict[str, float]
+    needs: tuple[str, ...]
 
 
 def _put_all(writer: Writer, upload: Upload, layout: Layout, groups: Generator[EncodedGroup, None, None]) -> _Encoded:
@@ -58,6 +60,7 @@ def _put_all(writer: Writer, upload: Upload, layout: Layout, groups: Generator[E
     began = time.perf_counter()
     change, numbers = np.zeros(len(layout.names), np.uint64), set()
     changed = changed_bytes = 0
+    ans = False
     waiting: list[EncodedGroup] = []
     # Closed before the caller gives back the memory that is compared.
     with upload.parallel(), contextlib.closing(groups):
@@ -65,6 +68,7 @@ def _put_all(writer: Writer, upload: Upload, layout: Layout, groups: Generator[E
             change[group.tensor] += group.fingerprint
             numbers.add(group.group)
             changed += group.changed
+            ans = ans or any(frame.codec == codecs.ANS for frame in group.frames)
             changed_bytes += group.changed * layout.groups[group.group].width
             waiting.append(group)
             if sum(g.stored for g in waiting) >= SHARD_BYTES:
@@ -74,7 +78,7 @@ def _put_all(writer: Writer, upload: Upload, layout: Layout, groups: Generator[E
             upload.put(waiting)
         encoded = time.perf_counter()
     times = {"encode_ms": (encoded - began) * 1e3, "upload_ms": (time.perf_counter() - encoded) * 1e3}
-    return _Encoded(change, frozenset(numbers), changed, changed_bytes, times)
+    return _Encoded(change, frozenset(numbers), changed, changed_bytes, times, (ANS,) if ans else ())
 
 
 def _delta(
@@ -93,7 +97,7 @@ def _delta(
     return Draft(
         "delta" if done.groups else "empty", layout, source.placement, source.side_files, state,
         head.manifest.version, upload.shards, done.groups, done.changed, done.changed_bytes,
-        times=(times or {}) | done.times,
+        times=(times or {}) | done.times, needs=done.needs,
     )  # fmt: skip
 
 
@@ -334,6 +338,7 @@ class Publisher:
         self._threads = threads
         self._side_files = self._writer.side_files(self._serving) if self._serving else ()
         self._base: _Base | None = None
+        self._roster: Roster | None = None
         self._open: _Open | None = None
         self._background: _Background | None = None
         self._flight: Pending | None = None
@@ -371,7 +376,8 @@ class Publisher:
         self._join()
         self._raise_background()
         self._settle()
-        live = collect(cast("Params", params), self._base.layout if self._base is not None else None)
+        live = collect(cast("Params", params), self._base.layout if self._base is not None else None, self._roster)
+        self._roster = live.roster
         writer = self._writer
         writer.require_step(step)
         device = self._device_of(live)

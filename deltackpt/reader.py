@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -46,7 +46,7 @@ from deltackpt.manifest import (
     require_level,
 )
 from deltackpt.partition import MAX_PARTITION, Partition
-from deltackpt.shard import ALIGN, Frame, Index, header_length, parse_header, parse_index
+from deltackpt.shard import ALIGN, Fetched, Frame, Index, header_length, parse_header, parse_index
 from deltackpt.store import LocalStore, Store, read
 
 A = TypeVar("A")
@@ -56,30 +56,10 @@ _MAX_OBJECT = 1 << 30
 _CHUNK = 16 << 20
 _KEPT, _WORTH = 2, 1 << 20
 """How many shards' memory is kept to be used again, and from which size on."""
+_CHECKS = 4
+"""Shards that are checked at a time: more hashing than memory can feed, and few that wait for the caller."""
 _UNSEEN = 64 << 20
 """A shard up to this size gets its room before the store has said that it is so large."""
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A shard in memory, checked against its checksums. index: frames of the groups that were read, and all changes.
-
-    data: as long as the shard; nbytes: how many of its bytes were read.
-    """
-
-    shard: Shard
-    index: Index
-    data: memoryview = field(repr=False)
-    nbytes: int = 0
-
-    def frames(self, group: int) -> list[Frame]:
-        """Return the frames of a group, sorted by plane and place; they are views of `data`."""
-        records = self.index.frames
-        low, high = np.searchsorted(records["group"], [group, group + 1])
-        return [
-            Frame(plane, block, codec, outer, raw, self.data[offset : offset + stored])
-            for offset, stored, raw, _, plane, codec, outer, block, _ in records[low:high].tolist()
-        ]
 
 
 @dataclass(frozen=True)
@@ -103,8 +83,7 @@ class Delta:
     def groups(self) -> Iterator[tuple[int, list[Frame]]]:
         """Yield each group's number and its frames, sorted by plane and place."""
         for fetched in self.fetched:
-            for group in np.unique(fetched.index.frames["group"]).tolist():
-                yield group, fetched.frames(group)
+            yield from fetched.groups()
 
     def staged(self, *, threads: int | None = None) -> Iterator[Staged]:
         """Decode and check one group after the other."""
@@ -312,14 +291,14 @@ class Reader:
         with closing(self.deltas([version])) as found:
             return next(found)
 
-    def deltas(self, versions: Iterable[int]) -> Generator[Delta]:
+    def deltas(self, versions: Iterable[int], *, room: Callable[[int], memoryview] | None = None) -> Generator[Delta]:
         """Yield deltas in order, see `delta`; what comes next is fetched while the caller has the one before.
 
-        Who leaves before the last one has to close the iterator.
+        room: gives memory for each shard, of so many bytes. Who leaves before the last one has to close the iterator.
         """
         wanted = [(self.manifest(v), self.tiling(self.manifest(v))) for v in versions]
         shards = [(manifest.version, shard, tiling) for manifest, tiling in wanted for shard in manifest.shards]
-        with closing(self._fetch_all(shards)) as fetched:
+        with closing(self._fetch_all(shards, room or self._room.take)) as fetched:
             for manifest, tiling in wanted:
                 yield self._joined(manifest, tiling, tuple(itertools.islice(fetched, len(manifest.shards))))
 
@@ -389,10 +368,12 @@ class Reader:
 
     def fetch(self, shard: Shard, tiling: Layout | Partition, version: int) -> Fetched:
         """Fetch one shard and check it."""
-        with closing(self._fetch_all([(version, shard, tiling)])) as found:
+        with closing(self._fetch_all([(version, shard, tiling)], self._room.take)) as found:
             return next(found)
 
-    def _fetch_all(self, wanted: Sequence[tuple[int, Shard, Layout | Partition]]) -> Generator[Fetched]:
+    def _fetch_all(
+        self, wanted: Sequence[tuple[int, Shard, Layout | Partition]], room: Callable[[int], memoryview]
+    ) -> Generator[Fetched]:
         """Fetch shards with several requests at a time; each is checked while the next ones come."""
 
         def look(item: tuple[int, Shard, Layout | Partition]) -> None:
@@ -405,7 +386,7 @@ class Reader:
 
         def pieces() -> Iterator[_Piece]:
             for version, shard, tiling in wanted:
-                data = self._room.take(shard.nbytes)
+                data = room(shard.nbytes)
                 for begin in range(0, max(1, shard.nbytes), _CHUNK):
                     yield _Piece(version, shard, tiling, data, begin)
 
@@ -417,16 +398,19 @@ class Reader:
                 self.store.read_into(piece.shard.key, out, offset=piece.begin)
             return piece
 
+        def check(piece: _Piece) -> Fetched:
+            version, shard, tiling, data, _ = piece
+            if xxhash.xxh3_128_hexdigest(data) != shard.xxh3_128:
+                raise IntegrityError(
+                    f"version {version}: shard {shard.key}: checksum differs{_where(shard, data, tiling)}; "
+                    "fetch it again"
+                )
+            return Fetched(shard, parse_index(shard, data, tiling), data, shard.nbytes)
+
         with closing(requests(self.store, get, pieces(), self.threads)) as found:
-            for version, shard, tiling, data, begin in found:
-                if begin + _CHUNK < shard.nbytes:
-                    continue
-                if xxhash.xxh3_128_hexdigest(data) != shard.xxh3_128:
-                    raise IntegrityError(
-                        f"version {version}: shard {shard.key}: checksum differs{_where(shard, data, tiling)}; "
-                        "fetch it again"
-                    )
-                yield Fetched(shard, parse_index(shard, data, tiling), data, shard.nbytes)
+            last = (piece for piece in found if piece.begin + _CHUNK >= piece.shard.nbytes)
+            with closing(in_order(check, last, min(_CHECKS, self.threads or _CHECKS))) as fetched:
+                yield from fetched
 
     def check_frames(self, fetched: Fetched) -> None:
         """Raise IntegrityError unless every frame has its own checksum too (range reads rely on it)."""

@@ -10,8 +10,9 @@ import json
 import operator
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -185,6 +186,11 @@ class Frame:
     raw: int
     stored: Bytes = field(repr=False)
 
+    @cached_property
+    def checksum(self) -> int:
+        """xxh3-64 of the stored bytes."""
+        return xxh3_64(self.stored)
+
 
 @dataclass(frozen=True)
 class EncodedGroup:
@@ -215,45 +221,47 @@ class ShardImage:
 
 
 _PADDING = bytes(ALIGN)
+_OF_FRAME = ("raw", "plane", "codec", "outer", "block", "checksum")
+_of_frame = operator.attrgetter(*_OF_FRAME)
 
 
 def assemble(key: str, groups: Sequence[EncodedGroup]) -> ShardImage:
     """Lay groups, sorted by number, of one or more parts out as one shard."""
-    frames = np.zeros(sum(len(g.frames) for g in groups), FRAME)
     touched: dict[tuple[int, int], int] = {}
     for group in groups:
         for tensor, fp in zip(group.tensor.tolist(), group.fingerprint.tolist(), strict=True):
             place = (tensor, group.part)
             touched[place] = (touched.get(place, 0) + fp) & 0xFFFFFFFFFFFFFFFF
     changes = np.array([(*place, touched[place]) for place in sorted(touched)], CHANGE)
+    members = [(group.group, frame) for group in groups for frame in group.frames]
+    frames = np.zeros(len(members), FRAME)
     index_nbytes = frames.nbytes + changes.nbytes
     index_nbytes += -index_nbytes % ALIGN
     entries = [("index", "U8", [index_nbytes], index_nbytes)]
     entries += [(f"group.{g.group}", "U8", [g.stored], g.stored) for g in groups]
     header = header_bytes(entries, None, ALIGN)
     begin = len(header)
-    offset = begin + index_nbytes
+    stored = np.array([len(f.stored) for _, f in members], np.int64)
+    padding = -stored % ALIGN
+    ends = begin + index_nbytes + np.cumsum(stored + padding)
+    if members:
+        frames["offset"], frames["stored"] = ends - stored - padding, stored
+        frames["group"] = [group for group, _ in members]
+        for name, column in zip(_OF_FRAME, zip(*(_of_frame(f) for _, f in members), strict=True), strict=True):
+            frames[name] = column
     body: list[Bytes] = []
-    row = 0
-    for group in groups:
-        for frame in group.frames:
-            frames[row] = (
-                offset, len(frame.stored), frame.raw, group.group, frame.plane,
-                frame.codec, frame.outer, frame.block, xxh3_64(frame.stored),
-            )  # fmt: skip
-            padding = -len(frame.stored) % ALIGN
-            body.append(frame.stored)
-            if padding:
-                body.append(_PADDING[:padding])
-            offset += len(frame.stored) + padding
-            row += 1
+    for (_, frame), gap in zip(members, padding.tolist(), strict=True):
+        body.append(frame.stored)
+        if gap:
+            body.append(_PADDING[:gap])
     index = (frames.tobytes() + changes.tobytes()).ljust(index_nbytes, b"\0")
     parts = (header, index, *body)
     hasher = xxhash.xxh3_128()
     for part in parts:
         hasher.update(part)
     middle = begin + frames.nbytes
-    shard = Shard(key, offset, hasher.hexdigest(), (begin, middle), (middle, middle + changes.nbytes))
+    nbytes = int(ends[-1]) if members else begin + index_nbytes
+    shard = Shard(key, nbytes, hasher.hexdigest(), (begin, middle), (middle, middle + changes.nbytes))
     return ShardImage(parts, shard)
 
 
@@ -263,6 +271,33 @@ class Index:
 
     frames: npt.NDArray[np.void]
     changes: npt.NDArray[np.void]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A shard in memory, checked against its checksums. index: frames of the groups that were read, and all changes.
+
+    data: as long as the shard; nbytes: how many of its bytes were read.
+    """
+
+    shard: Shard
+    index: Index
+    data: memoryview = field(repr=False)
+    nbytes: int = 0
+
+    def frames(self, group: int) -> list[Frame]:
+        """Return the frames of a group, sorted by plane and place; they are views of `data`."""
+        records = self.index.frames
+        low, high = np.searchsorted(records["group"], [group, group + 1])
+        return [
+            Frame(plane, block, codec, outer, raw, self.data[offset : offset + stored])
+            for offset, stored, raw, _, plane, codec, outer, block, _ in records[low:high].tolist()
+        ]
+
+    def groups(self) -> Iterator[tuple[int, list[Frame]]]:
+        """Yield each group's number and its frames, sorted by plane and place."""
+        for group in np.unique(self.index.frames["group"]).tolist():
+            yield group, self.frames(group)
 
 
 def parse_index(shard: Shard, data: memoryview, tiling: Layout | Partition) -> Index:

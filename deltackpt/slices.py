@@ -7,7 +7,7 @@ which `boxes` and `sums` are there. Longer than most modules because boxes are h
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
@@ -129,6 +129,10 @@ class _Direct(TensorMemory):
 
     def write_back(self) -> None:
         """Nothing to copy."""
+
+    def moved(self) -> str | None:
+        """Nothing to look up again: the addresses are those of the boxes."""
+        return None
 
 
 def _slice(given: Slice | tuple[str, torch.Tensor]) -> Slice:
@@ -442,7 +446,15 @@ class StagedSlices(StagedTensors):
         self.target._table = self.target._table + self._added
         return version
 
-    def _flip(self, delta: Delta, staged: Sequence[object], step: Step, memory: TensorMemory) -> list[str]:
+    def _flip(
+        self,
+        delta: Delta,
+        staged: Sequence[object],
+        step: Step,
+        memory: TensorMemory,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[str]:
+        meanwhile()
         held = self.target.held()
         reach = held.reach(delta.tiling)
         total = np.zeros(len(reach.keys), np.uint64)

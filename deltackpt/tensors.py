@@ -7,12 +7,13 @@ applying and undoing are one life of the same tensors.
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from deltackpt.digest import U64, state_fingerprint
 from deltackpt.errors import ConfigError, FormatError, IntegrityError, Poisoned
 from deltackpt.folder import signed
 from deltackpt.kernels import view
-from deltackpt.layout import Layout
+from deltackpt.layout import I64, Layout
 from deltackpt.reader import AnchorSource, Delta, Reader, compare_fingerprints, named, read_chunks, source_lacks
 from deltackpt.store import Store
 
@@ -52,6 +53,24 @@ def _dtype_of(dtype: object) -> str | None:
 
 
 @dataclass(frozen=True)
+class Roster:
+    """What a mapping of contiguous tensors looked like: those that look the same again need no second description.
+
+    names: in the mapping's order; types, looks: of each tensor; order: for each of the layout its place in the mapping.
+    """
+
+    layout: Layout
+    names: list[str]
+    types: list[type]
+    looks: list[tuple[object, ...]]
+    order: I64
+    on: str
+
+
+_looks = operator.attrgetter("dtype", "shape", "device", "layout")
+
+
+@dataclass(frozen=True)
 class Live:
     """Tensors that are being published, in layout order: contiguous ones, or copies.
 
@@ -62,16 +81,19 @@ class Live:
     addresses: U64
     kept: tuple[object, ...]
     on: str
+    roster: Roster | None = None
 
 
-def collect(params: Params, known: Layout | None = None) -> Live:
+def collect(params: Params, known: Layout | None = None, roster: Roster | None = None) -> Live:
     """Return the layout and the memory of named tensors. Strided ones are copied. Raises ConfigError by name.
 
-    known: a layout that they may have; then it is that very object, with all that was derived from it. Tensors that are
-    described already are taken as they are.
+    known: a layout that they may have; then it is that very object, with all that was derived from it. roster: of the
+    tensors before these. Tensors that are described already are taken as they are.
     """
     if isinstance(params, Live):
         return params
+    if isinstance(params, Mapping) and roster is not None and (live := _recognise(params, roster)) is not None:
+        return live
     found: dict[str, tuple[str, tuple[int, ...], int, object]] = {}
     places: dict[str, object] = {}
     host = "cpu"
@@ -91,7 +113,30 @@ def collect(params: Params, known: Layout | None = None) -> Live:
         known if known is not None and known.has(list(found), dtypes, shapes) else Layout(list(found), dtypes, shapes)
     )
     addresses = np.array([found[n][2] for n in layout.names], np.uint64)
-    return Live(layout, addresses, tuple(found[n][3] for n in layout.names), one_place(places))
+    kept, on = tuple(found[n][3] for n in layout.names), one_place(places)
+    made = None
+    if on != host and isinstance(params, Mapping) and all(f[3] is params[n] for n, f in found.items()):
+        tensors, place = list(params.values()), {name: i for i, name in enumerate(found)}
+        order = np.array([place[n] for n in layout.names], np.int64)
+        made = Roster(layout, list(found), list(map(type, tensors)), list(map(_looks, tensors)), order, on)
+    return Live(layout, addresses, kept, on, made)
+
+
+def _recognise(params: Mapping[str, Array], roster: Roster) -> Live | None:
+    """Return the tensors if they look like those of the roster."""
+    import torch
+
+    # Map over methods in C: of 25,000 tensors, a line of Python for each takes longer than their changes.
+    tensors = cast("list[torch.Tensor]", list(params.values()))
+    if list(params) != roster.names or list(map(type, tensors)) != roster.types:
+        return None
+    if list(map(_looks, tensors)) != roster.looks or not all(map(torch.Tensor.is_contiguous, tensors)):
+        return None
+    if any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors)):
+        return None
+    kept = [tensors[i] for i in roster.order.tolist()]
+    addresses = np.fromiter(map(torch.Tensor.data_ptr, kept), np.uint64, len(kept))
+    return Live(roster.layout, addresses, tuple(kept), roster.on, roster)
 
 
 def one_place(places: Mapping[str, object]) -> str:
@@ -222,6 +267,7 @@ class TensorTarget:
         self._layout: Layout | None = None
         self._twins: dict[str, str] = {}
         self._device: Device | None = None
+        self._memory: Memory | None = None
 
     def device(self, threads: int | None) -> Device:
         """Return the backend of the device that holds the tensors."""
@@ -288,14 +334,19 @@ class TensorTarget:
                 raise ConfigError(f"tensor {name} is not published and would go stale; leave it out of the target")
 
     def memory(self, layout: Layout, device: Device) -> Memory:
-        """Return addresses for all tensors of the layout; see Memory."""
-        return Memory(layout, self._tensors, self._twins, device)
+        """Return addresses for all tensors of the layout, as they are now; see Memory."""
+        if self._memory is None or self._memory.layout is not layout or self._memory.moved() is not None:
+            self._memory = Memory(layout, self._tensors, self._twins, device)
+        return self._memory
 
     def _fingerprints(self, layout: Layout, threads: int | None) -> U64:
         device = self.device(threads)
         memory = self.memory(layout, device)
         memory.shadow(np.ones(len(layout.names), bool))
-        return device.fingerprints(layout, memory.addresses)
+        try:
+            return device.fingerprints(layout, memory.addresses)
+        finally:
+            memory.forget()
 
     def stage(self, reader: Reader, plan: Plan) -> StagedTensors:
         """Fetch, decode and check everything; the tensors are not touched."""
@@ -359,6 +410,7 @@ class Memory:
 
     Contiguous tensors are used as they are. Strided ones, and all but one of those that share memory, are worked on
     through shadows: contiguous copies that `write_back` returns (twins are dropped, since their owner was written).
+    The memory is held: what was written to it by mistake, because a tensor was given other memory, can be taken back.
     """
 
     def __init__(
@@ -366,12 +418,25 @@ class Memory:
     ) -> None:
         self.layout, self._tensors, self._twins, self._device = layout, tensors, twins, device
         self._shadows: dict[int, torch.Tensor] = {}
+        self._in_order = [tensors[n] for n in layout.names]
+        self._found = self._look()
         indirect = np.array([n in twins or not tensors[n].is_contiguous() for n in layout.names], bool)
         self._indirect = np.flatnonzero(indirect & (layout.nbytes > 0)).tolist()
-        self.addresses = np.zeros(len(layout.names), np.uint64)
+        self._own = np.zeros(len(layout.names), np.uint64)
         direct = np.flatnonzero(~indirect)
-        held, self.addresses[direct] = device.hold([tensors[layout.names[i]] for i in direct.tolist()])
-        self._held = [held]
+        self._held, self._own[direct] = device.hold([self._in_order[i].detach() for i in direct.tolist()])
+        self._held_shadows: list[object] = []
+        self.addresses = self._own.copy()
+
+    def _look(self) -> U64:
+        import torch
+
+        return np.fromiter(map(torch.Tensor.data_ptr, self._in_order), np.uint64, len(self._in_order))
+
+    def moved(self) -> str | None:
+        """Return the name of a tensor that was given other memory since, None if there is none."""
+        moved = np.flatnonzero(self._look() != self._found)
+        return self.layout.names[int(moved[0])] if len(moved) else None
 
     def shadow(self, wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
         """Make shadows of the indirect tensors that are wanted, from what they hold now."""
@@ -382,14 +447,20 @@ class Memory:
                     copy = copy.clone()
                 self._shadows[i] = copy
                 held, self.addresses[i : i + 1] = self._device.hold([copy])
-                self._held.append(held)
+                self._held_shadows.append(held)
 
     def write_back(self) -> None:
-        """Copy strided shadows to their tensors."""
+        """Copy strided shadows to their tensors, and forget all shadows."""
         for i, copy in self._shadows.items():
             if self.layout.names[i] not in self._twins:
                 bits(self._tensors[self.layout.names[i]]).copy_(copy)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all shadows."""
         self._shadows.clear()
+        self._held_shadows.clear()
+        self.addresses[:] = self._own
 
 
 class StagedTensors:
@@ -413,10 +484,12 @@ class StagedTensors:
             for delta in deltas:
                 self.deltas.append((delta, stage_delta(self.device, delta)))
                 self._require_twins(delta.version, delta.fingerprints)
+        # Looked up here: for 25,000 tensors that takes as long as their apply on a GPU.
+        self.memory = target.memory(layout, self.device)
 
     def _fetch(self, reader: Reader, versions: Sequence[int]) -> Generator[Delta]:
         """Fetch of each version what this target needs."""
-        return reader.deltas(versions)
+        return reader.deltas(versions, room=self.device.room)
 
     def _require_twins(self, version: int, table: U64) -> None:
         """Raise ConfigError unless names of one storage have equal fingerprints in what is about to be written."""
@@ -440,33 +513,52 @@ class StagedTensors:
         touched = np.zeros(len(self.layout.names), bool)
         for delta, _ in self.deltas:
             touched |= delta.fingerprints != 0
-        memory = target.memory(self.layout, self.device)
+        memory = self.memory if self.anchor is None else target.memory(self.layout, self.device)
         memory.shadow(touched)
-        wrong = self._apply(memory)
+        found: list[str | None] = []
+        wrong = self._apply(memory, lambda: found.append(memory.moved()))
+        if (moved := next(iter(found), None)) is not None:
+            self._undo(len(self.deltas) if wrong is None else 0, memory)
+            memory.forget()
+            target._poisoned = self.anchor is not None
+            raise ConfigError(f"tensor {moved} was given other memory since it was staged; prepare again")
+        memory.write_back()
         if wrong is None:
-            memory.write_back()
             target._version, target._poisoned = self.version, False
             return
-        memory.write_back()
         # Everything was undone: the bits are those from before, but they are not the version they were taken for.
         target._poisoned = self.anchor is not None
         raise IntegrityError(
             f"version {self.version}: {named(wrong)} did not change as published, all was undone; reseed"
         )
 
-    def _apply(self, memory: Memory) -> list[str] | None:
+    def _apply(self, memory: Memory, meanwhile: Callable[[], None]) -> list[str] | None:
         """Apply all deltas; where one does not do what was published undo them and return the names."""
         for n, ((delta, staged), step) in enumerate(zip(self.deltas, self.plan.steps, strict=True)):
-            wrong = self._flip(delta, staged, step, memory)
+            wrong = self._flip(delta, staged, step, memory, meanwhile if n == 0 else lambda: None)
             if wrong:
-                for (earlier, again), taken in zip(self.deltas[n::-1], self.plan.steps[n::-1], strict=True):
-                    self._flip(earlier, again, taken.back, memory)
+                self._undo(n + 1, memory)
                 return wrong
         return None
 
-    def _flip(self, delta: Delta, staged: Sequence[object], step: Step, memory: Memory) -> list[str]:
+    def _undo(self, applied: int, memory: Memory) -> list[str]:
+        """Take back the first deltas, the last one first; returns the names of tensors that did not change back."""
+        wrong: list[str] = []
+        for (delta, staged), step in list(zip(self.deltas, self.plan.steps, strict=True))[:applied][::-1]:
+            found = self._flip(delta, staged, step.back, memory)
+            wrong = wrong or found
+        return wrong
+
+    def _flip(
+        self,
+        delta: Delta,
+        staged: Sequence[object],
+        step: Step,
+        memory: Memory,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[str]:
         """Apply one delta; returns the names of tensors that did not change as published."""
-        found = self.device.apply(delta.tiling, staged, memory.addresses)
+        found = self.device.apply(delta.tiling, staged, memory.addresses, meanwhile)
         return compare_fingerprints(self.layout, found, signed(delta, step))
 
     def undo(self) -> int | None:
@@ -485,10 +577,7 @@ class StagedTensors:
         for delta, _ in self.deltas:
             touched |= delta.fingerprints != 0
         memory.shadow(touched)
-        wrong: list[str] = []
-        for (delta, staged), step in zip(self.deltas[::-1], self.plan.steps[::-1], strict=True):
-            found = self._flip(delta, staged, step.back, memory)
-            wrong = wrong or found
+        wrong = self._undo(len(self.deltas), memory)
         memory.write_back()
         if wrong:
             raise Poisoned(f"undoing version {self.version}: {named(wrong)} did not change back; reseed")
@@ -516,7 +605,7 @@ class StagedTensors:
 def stage_delta(device: Device, delta: Delta) -> Sequence[object]:
     """Decode and check a delta for a device."""
     try:
-        return device.stage(delta.tiling, delta.groups())
+        return device.stage(delta.tiling, delta.fetched)
     except FormatError as exc:
         raise type(exc)(f"version {delta.version}: {exc}") from exc
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from deltackpt.digest import U64
 from deltackpt.errors import ConfigError, DeltaError, Poisoned
 from deltackpt.kernels import DENSE, U16, extracted, view
 from deltackpt.layout import I64, TILE, Layout, Segments, Tiling
-from deltackpt.shard import Frame
+from deltackpt.shard import Fetched, Frame
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +71,7 @@ class Torch:
     """
 
     detached = False
+    room = None
 
     def __init__(self, on: str, threads: int | None = None) -> None:
         import torch
@@ -171,8 +173,12 @@ class Torch:
 
     # ------------------------------------------------------------ stage and apply
 
-    def stage(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[StagedGroup]:
+    def stage(self, tiling: Tiling, fetched: Sequence[Fetched]) -> list[StagedGroup]:
         """See backend.Device. Decodes and checks on the CPU."""
+        return self.stage_groups(tiling, itertools.chain.from_iterable(one.groups() for one in fetched))
+
+    def stage_groups(self, tiling: Tiling, groups: Iterable[tuple[int, Sequence[Frame]]]) -> list[StagedGroup]:
+        """See backend.HostDevice."""
         return [self._upload(decode_group(tiling, n, frames, threads=self.threads)) for n, frames in groups]
 
     def _upload(self, staged: Staged) -> StagedGroup:
@@ -183,8 +189,11 @@ class Torch:
             planes = [torch.from_numpy(p).to(self.device) for p in (columns.gaps, columns.values, columns.dense)]
         return StagedGroup(staged.group, columns.counts, *planes)
 
-    def apply(self, tiling: Tiling, staged: Sequence[object], tensors: U64) -> U64:
+    def apply(
+        self, tiling: Tiling, staged: Sequence[object], tensors: U64, meanwhile: Callable[[], None] = lambda: None
+    ) -> U64:
         """See backend.Device. Returns when the device is done."""
+        meanwhile()
         total = np.zeros(len(tiling.layout.names), np.uint64)
         with self._words(Poisoned, "reseed"):
             for group in staged:

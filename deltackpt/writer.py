@@ -44,7 +44,7 @@ from deltackpt.reader import Reader
 from deltackpt.shard import EncodedGroup, assemble
 from deltackpt.store import Store, read, store_error
 
-SHARD_BYTES = 32 << 20
+SHARD_BYTES = 16 << 20
 """A shard is closed when it holds this many bytes."""
 _ATTEMPTS = 8
 """Puts of a manifest whose outcome is unknown, about ten seconds in all."""
@@ -120,6 +120,7 @@ class Draft:
     anchor: Object | None = None
     times: dict[str, float] = field(default_factory=dict)
     partition: Partition | None = None
+    needs: tuple[str, ...] = ()
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -300,6 +301,7 @@ class Writer:
             step=step,
             created=time.time(),
             anchor=draft.anchor,
+            needs=draft.needs,
             partition=None if partition is None else self.put_object("partitions", partition.encoded),
             present=np.packbits(bits, bitorder="little").tobytes(),
             shards=draft.shards,
@@ -406,7 +408,7 @@ class Writer:
                 self.store.delete(key)
 
 
-_UPLOADS = 4
+_UPLOADS = 8
 """Shards that are put at a time; so many more wait in memory at most."""
 
 

@@ -16,7 +16,7 @@ import torch
 from deltackpt import backend, cuda
 from deltackpt.digest import U64
 from deltackpt.layout import Layout
-from deltackpt.shard import EncodedGroup
+from deltackpt.shard import EncodedGroup, Fetched, assemble, parse_index
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8}
@@ -45,6 +45,14 @@ def same(left: list[EncodedGroup], right: list[EncodedGroup]) -> None:
         assert all(bytes(f.stored) == bytes(g.stored) for f, g in zip(a.frames, b.frames, strict=True))
 
 
+def stored(layout: Layout, groups: list[EncodedGroup]) -> Fetched:
+    """Return groups as a follower sees them: in a shard that was fetched."""
+    image = assemble("data/shard", groups)
+    memory = torch.empty(image.shard.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    memory[:] = np.frombuffer(b"".join(bytes(part) for part in image.parts), np.uint8)
+    return Fetched(image.shard, parse_index(image.shard, memoryview(memory), layout), memoryview(memory))
+
+
 def compare(seed: int) -> None:
     """One random layout: encode, stage, apply and fingerprint on both backends."""
     rng = np.random.default_rng(seed)
@@ -65,12 +73,20 @@ def compare(seed: int) -> None:
     on_gpu = [[place(c, s, DEVICE) for c, s in zip(side, shifts, strict=True)] for side in (old, new)]
     expected = list(backend.encode(layout, addresses(host[0]), addresses(host[1]), threads=2))
     made = cuda.extract(layout, addresses(on_gpu[0]), addresses(on_gpu[1]), DEVICE, threads=4)
-    found = list(made.groups())
-    same(expected, found)
-    staged = cuda.stage(layout, [(g.group, g.frames) for g in found], DEVICE, threads=4)
-    diffs = cuda.apply(staged, addresses(on_gpu[0]))
-    for a, b in zip(*on_gpu, strict=True):
-        assert torch.equal(a, b)
+    same(expected, list(made.groups()))
+    shifted = [[place(c, s, DEVICE) for c, s in zip(old, shifts, strict=True)] for _ in range(2)]
+    for tensors, codec, on_device in (
+        (on_gpu[0], "zstd", False),
+        (shifted[0], "zstd", True),
+        (shifted[1], "ans", True),
+    ):
+        made = cuda.extract(layout, addresses(tensors), addresses(on_gpu[1]), DEVICE, codec=codec, threads=4)
+        fetched = stored(layout, list(made.groups()))
+        staged = cuda.stage(layout, [fetched], DEVICE, on_device=on_device, threads=4)
+        staged.wait()
+        diffs = cuda.apply(staged, addresses(tensors))
+        for a, b in zip(tensors, on_gpu[1], strict=True):
+            assert torch.equal(a, b)
     total = np.zeros(n, np.uint64)
     for g in expected:
         total[g.tensor] += g.fingerprint
@@ -127,9 +143,10 @@ def speed(gb: float) -> list[dict[str, object]]:
         began = time.perf_counter()
         encoded = list(cuda.extract(layout, a, b, DEVICE).groups())
         t_encode = time.perf_counter() - began
-        cuda.stage(layout, [(g.group, g.frames) for g in encoded], DEVICE).wait()
+        fetched = stored(layout, encoded)
+        cuda.stage(layout, [fetched], DEVICE, on_device=True).wait()
         began = time.perf_counter()
-        staged = cuda.stage(layout, [(g.group, g.frames) for g in encoded], DEVICE)
+        staged = cuda.stage(layout, [fetched], DEVICE, on_device=True)
         staged.wait()
         t_stage = time.perf_counter() - began
         rows_at, sums = tables.row_addresses(addresses([copy])), fp.clone()

@@ -23,8 +23,15 @@ def test_group_record_has_the_fields_of_the_kernels_struct() -> None:
     assert body is not None
     fields = re.findall(r"[*\s,](\w+)(?=[,;])", re.sub(r"//.*", "", body.group(1)))
     assert fields == list(cuda._GROUP.names)
-    assert cuda._GROUP.itemsize == 72
-    assert [cuda._GROUP.fields[n][1] for n in cuda._GROUP.names] == [0, 8, 16, 24, 32, 40, 48, 56, 60, 64, 68]
+    assert cuda._GROUP.itemsize == 88
+    offsets = [0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 76, 80, 84]
+    assert [cuda._GROUP.fields[n][1] for n in cuda._GROUP.names] == offsets
+
+
+def test_every_kernel_that_is_looked_up_is_in_the_source() -> None:
+    written = set(re.findall(r"^(?:extern .*\n?)?.*?\b(\w+)\(ROWS", SOURCE, re.MULTILINE)) | {"fingerprint"}
+    expanded = {f"extract_{w}" for w in re.findall(r"^EXTRACT\((\d), \d\)", SOURCE, re.MULTILINE)}
+    assert set(cuda.KERNELS) <= written | expanded
 
 
 def test_kernels_and_layout_agree_on_the_tile() -> None:
@@ -45,6 +52,33 @@ def test_tables_name_the_row_and_place_of_every_tile() -> None:
     assert tables.tile_length.tolist() == [TILE, 1, 5, TILE, TILE, TILE]
     addresses = tables.row_addresses(np.array([1000, 2000, 3000], np.uint64))
     assert addresses.tolist() == [1000, 3000, 2000]
+
+
+def test_columns_lie_plane_after_plane_and_group_after_group() -> None:
+    layout = Layout(["a", "b"], ["U8", "BF16"], [(3 * TILE,), (TILE,)])
+    tables = cuda._tables(layout, torch.device("cpu"))
+    group, k, d = (np.array(x, np.int64) for x in ([0, 1], [5, 17], [TILE, 0]))
+    shape = cuda._Shape(tables, group, k, d)
+    # Group 0: 6 bytes of counts, gap.0 gap.1 value.0 of 5, dense.0 of a tile; group 1: 2 bytes, 4 planes of 17.
+    second = 16 + 3 * 16 + TILE
+    assert shape.begin.tolist() == [0, second]
+    assert shape.nbytes == second + 16 + 4 * 32
+    planes = shape.planes(0, np.arange(shape.nbytes).astype(np.uint8))
+    assert {p: (int(x[0]), len(x)) for p, x in planes.items()} == {
+        0: (0, 6), 1: (16, 5), 2: (32, 5), 8: (48, 5), 16: (64, TILE)
+    }  # fmt: skip
+    records = shape.records(1 << 20, 1 << 30)
+    assert (records["counts"] - (1 << 20)).tolist() == [0, second]
+    assert (records["gaps"] - (1 << 20)).tolist() == [16, second + 16]
+    assert (records["values"] - (1 << 20)).tolist() == [48, second + 16 + 64]
+    assert (records["dense"] - (1 << 20)).tolist() == [64, second + 16 + 128]
+    assert (records["offset"] - (1 << 30)).tolist() == [0, 24]
+    assert records["stride"].tolist() == [16, 32]
+    assert records["dense_stride"].tolist() == [TILE, 0]
+    assert [records[n].tolist() for n in ("before", "first_tile", "tiles", "width")] == [[0, 3], [0, 3], [3, 1], [1, 2]]
+    packed = cuda._Shape(tables, group, k, d, align=1)
+    assert packed.begin.tolist() == [0, -(-(6 + 15 + TILE) // 16) * 16]
+    assert (packed.records(0, 0)["values"] - packed.begin.astype(np.uint64)).tolist() == [16, 2 + 34]
 
 
 def test_windows_are_whole_groups_of_one_width(monkeypatch: pytest.MonkeyPatch) -> None:

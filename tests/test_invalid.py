@@ -19,8 +19,8 @@ from deltackpt import backend, errors
 from deltackpt.layout import Layout
 from deltackpt.manifest import Shard, decode_anchor, decode_manifest, decode_placement
 from deltackpt.partition import Partition
-from deltackpt.reader import Fetched, Reader
-from deltackpt.shard import header_length, parse_header, parse_index
+from deltackpt.reader import Reader
+from deltackpt.shard import Fetched, header_length, parse_header, parse_index
 from deltackpt.store import LocalStore
 
 INVALID = Path(__file__).parent.parent / "manifests" / "invalid"

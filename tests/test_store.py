@@ -512,16 +512,15 @@ def test_write_that_fails_half_way_leaves_no_key_and_no_temporary_file(
     root = tmp_path / "root"
     store = opened(kind, str(root))
     store.put("a/old", [b"old"])
-    real = os.write
 
-    def write(fd: int, data: memoryview) -> int:
-        if len(data) > 10:
-            return real(fd, data[:10])
+    def write(fd: int, parts: list[memoryview]) -> int:
+        if len(parts[0]) > 10:
+            return os.write(fd, parts[0][:10])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     for if_absent, key in ((True, "a/new"), (False, "a/old")):
         with monkeypatch.context() as patch:
-            patch.setattr(module.os, "write", write)
+            patch.setattr(module.os, "writev", write)
             with pytest.raises(StoreError, match=f"writing {key}.*: no space .*; free some and run again") as caught:
                 store.put(key, [b"0123456789abcdef"], if_absent=if_absent)
         assert caught.type is StoreError
@@ -687,10 +686,14 @@ def test_what_cannot_be_read_is_never_not_found(
 
 
 def test_interrupted_reads_and_writes_are_continued(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, preadv = os.write, os.preadv
+    writev, preadv = os.writev, os.preadv
     with monkeypatch.context() as patch:
-        patch.setattr(module.os, "write", lambda fd, data: write(fd, data[:3]))
-        local.put("a/b", [bytes(range(10)), b"end"])
+        # 4 + 2 of the first part, then its end with the beginning of the next one.
+        takes = iter([[4], [2], [4, 1], [2], [9]])
+        patch.setattr(
+            module.os, "writev", lambda fd, parts: writev(fd, [p[:n] for p, n in zip(parts, next(takes), strict=False)])
+        )
+        local.put("a/b", [bytes(range(10)), b"", b"end"])
         patch.setattr(module.os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:4]], at))
         assert get(local, "a/b") == bytes(range(10)) + b"end"
 

@@ -98,7 +98,7 @@ def test_bytes_and_fingerprints_are_those_of_the_cpu_backend(
         edge = old.around()
         table = backend.fingerprints(layout, before.addresses)
         assert device.fingerprints(layout, old.addresses).tolist() == table.tolist()
-        staged = device.stage(layout, frames(groups))
+        staged = device.stage_groups(layout, frames(groups))
         difference = device.apply(layout, staged, old.addresses)
         assert old.contents() == pair.new
         assert difference.tolist() == (backend.fingerprints(layout, after.addresses) - table).tolist()
@@ -116,7 +116,7 @@ def test_versions_in_parts_are_applied_as_on_the_cpu(pair: Pair, choices: st.Dat
     groups = [g for part in encode_parts(partition, pair.old, pair.new) for g in part]
     here, there = Memory(pair.old), Held(device, pair.old, choices.draw(st.integers(0, 15)))
     expected = backend.apply(partition, backend.decode(partition, groups), here.addresses)
-    found = device.apply(partition, device.stage(partition, frames(groups)), there.addresses)
+    found = device.apply(partition, device.stage_groups(partition, frames(groups)), there.addresses)
     assert there.contents() == pair.new
     assert found.tolist() == expected.tolist()
 
@@ -134,7 +134,7 @@ def test_columns_that_do_not_fit_are_refused_before_the_device_sees_them() -> No
     layout, device = Layout(["w"], ["U8"], [[100]]), Torch("cpu")
     frame = [Frame(plane, 0, 0, 0, len(c), c) for plane, c in [(0, b"\1\0"), (1, b"\x64"), (2, b"\0"), (8, b"\1")]]
     with pytest.raises(FormatError, match="tile 0: its last change lies outside its 100 elements"):
-        device.stage(layout, [(0, frame)])
+        device.stage_groups(layout, [(0, frame)])
 
 
 # ---------------------------------------------------------------- memory
@@ -179,7 +179,7 @@ def test_tensors_of_inference_mode_are_written() -> None:
     new = torch.tensor([1, 0, -1])
     held, addresses = device.hold([live, new])
     groups = list(device.encode(layout, addresses[:1], addresses[1:], codec="zstd", form="sparse").groups())
-    device.apply(layout, device.stage(layout, frames(groups)), addresses[:1])
+    device.apply(layout, device.stage_groups(layout, frames(groups)), addresses[:1])
     assert live.tolist() == [1, 0, -1]
     del held
 
@@ -196,7 +196,7 @@ def test_what_torch_cannot_do_is_an_error_of_this_package(
     layout, device = Layout(["w"], ["U8"], [[3]]), Torch("cpu")
     held, addresses = device.hold([torch.zeros(3, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)])
     groups = list(device.encode(layout, addresses[:1], addresses[1:], codec="raw", form="sparse").groups())
-    staged = device.stage(layout, frames(groups))
+    staged = device.stage_groups(layout, frames(groups))
 
     def no_cumsum(*_: Any) -> Any:
         raise NotImplementedError("cumsum is not there\nand more")
