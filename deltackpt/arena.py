@@ -21,7 +21,7 @@ from deltackpt.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-_READS = {codecs.DEFLATE: 1, codecs.SNAPPY: 2, codecs.LZ4: 4}
+READS = {codecs.DEFLATE: 1, codecs.SNAPPY: 2, codecs.LZ4: 4}
 """Bit of each codec in the driver's mask, CUmemDecompressAlgorithm."""
 
 # By number, since older bindings of the driver lack the names.
@@ -39,12 +39,12 @@ class Capability:
 
     def reads(self, codec: int) -> bool:
         """Return whether the engine decompresses frames of this codec."""
-        return bool(self.mask & _READS.get(codec, 0))
+        return bool(self.mask & READS.get(codec, 0))
 
     @property
     def codecs(self) -> tuple[str, ...]:
         """Names of the codecs that the engine reads."""
-        return tuple(codecs.NAMES[c] for c in sorted(_READS) if self.reads(c))
+        return tuple(codecs.NAMES[c] for c in sorted(READS) if self.reads(c))
 
 
 def _driver() -> Any:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
-from deltackpt import backend, libnvcomp, nvcomp
+from deltackpt import arena, backend, libnvcomp, nvcomp
 from deltackpt import codec as codecs
 from deltackpt.codec import Bytes
 from deltackpt.digest import U64
@@ -567,12 +567,18 @@ class StagedColumns:
 
 
 def stage(
-    layout: Layout, fetched: Sequence[Fetched], device: torch.device, *, on_device: bool, threads: int | None = None
+    layout: Layout,
+    fetched: Sequence[Fetched],
+    device: torch.device,
+    *,
+    on_device: bool,
+    engine: int | None = None,
+    threads: int | None = None,
 ) -> StagedColumns:
     """Bring the columns of all groups to the device and check them there.
 
     on_device: frames of columns are decoded by nvCOMP where the columns go, else on the CPU, side by side, as masks and
-    what has an outer codec are in any case. Raises FormatError before anything is applied.
+    what has an outer codec are in any case. engine: see Cuda. Raises FormatError before anything is applied.
     """
     import torch
 
@@ -588,14 +594,18 @@ def stage(
         ]
         on_host = ((g, one.frames(g)) for one, groups in zip(fetched, wrapped, strict=True) for g in groups.tolist())
         columns, held = _decode_on_host(layout, tables, on_host, threads)
-        decoded, more, checks = _decode_on_device(layout, tables, fetched, wrapped)
+        decoded, more, checks = _decode_on_device(layout, tables, fetched, wrapped, engine)
         return StagedColumns(layout, tables, _Columns.joined([decoded, columns]), held + more, checks)
 
 
 def _decode_on_device(
-    layout: Layout, tables: _Tables, fetched: Sequence[Fetched], left_out: Sequence[np.ndarray[Any, Any]]
+    layout: Layout,
+    tables: _Tables,
+    fetched: Sequence[Fetched],
+    left_out: Sequence[np.ndarray[Any, Any]],
+    engine: int | None,
 ) -> tuple[_Columns, list[object], list[Check]]:
-    """Bring shards to the device and decode the frames of their columns there. left_out: groups of each shard.
+    """Decode the frames of columns out of host memory into that of the device. left_out: groups of each shard.
 
     Returns the columns, what they are made from, and what the decoders will have said.
     """
@@ -606,12 +616,14 @@ def _decode_on_device(
     kept = [~np.isin(f.index.frames["group"], groups) for f, groups in zip(fetched, left_out, strict=True)]
     frames = np.concatenate([np.empty(0, FRAME), *(f.index.frames[k] for f, k in zip(fetched, kept, strict=True))])
     shape, place = _require_columns(layout, tables, frames)
-    memory = torch.empty(max(1, shape.nbytes), dtype=torch.uint8, device=tables.device)
-    sizes = _aligned(np.array([len(f.data) for f in fetched], np.int64), 256)
+    if engine is None:
+        memory = torch.empty(max(1, shape.nbytes), dtype=torch.uint8, device=tables.device)
+    else:
+        memory = arena.device_memory(max(1, shape.nbytes), tables.device)
+    # Frames are read where they were fetched to: a copy on the device would only cost its memory.
+    stored = [torch.frombuffer(f.data, dtype=torch.uint8) for f in fetched]
+    sizes = np.array([len(s) for s in stored], np.int64)
     begins = np.cumsum(sizes) - sizes
-    stored = torch.empty(max(1, int(sizes.sum())), dtype=torch.uint8, device=tables.device)
-    for begin, one in zip(begins.tolist(), fetched, strict=True):
-        stored[begin : begin + len(one.data)].copy_(torch.frombuffer(one.data, dtype=torch.uint8), non_blocking=True)
     offset = np.repeat(begins, [int(k.sum()) for k in kept]) + frames["offset"].astype(np.int64)
     nbytes, raw = frames["stored"].astype(np.int64), frames["raw"].astype(np.int64)
     checks = []
@@ -620,8 +632,14 @@ def _decode_on_device(
         if codec == codecs.RAW:
             nvcomp.place(stored, offset[some], memory, place[some], nbytes[some])
         else:
-            checks.append(nvcomp.decompress(codec, stored, offset[some], nbytes[some], memory, place[some], raw[some]))
-    return _Columns.of(shape, memory), [stored, *(f.data for f in fetched)], checks
+            by, scratch = nvcomp.CUDA, None
+            if engine is not None and codec in arena.READS:
+                by = engine
+                need = nvcomp.scratch_nbytes(codec, raw[some], tables.device, backend=by)
+                scratch = arena.device_memory(need, tables.device)
+            rows = (offset[some], nbytes[some], memory, place[some], raw[some])
+            checks.append(nvcomp.decompress(codec, stored, *rows, backend=by, scratch=scratch))
+    return _Columns.of(shape, memory), list(stored), checks
 
 
 def _require_columns(layout: Layout, tables: _Tables, frames: np.ndarray[Any, Any]) -> tuple[_Shape, I64]:
@@ -719,25 +737,31 @@ def fingerprints(layout: Layout, tensors: U64, device: torch.device) -> U64:
 class Cuda:
     """Tensors on one NVIDIA GPU. See backend.Device.
 
-    on: torch device, as text. Raises ConfigError, naming what to install, where it cannot work.
+    on: torch device, as text. engine: who decompresses what a Decompression Engine reads, out of memory that it
+    reaches: nvcomp.HARDWARE, or nvcomp.CUDA, which goes the same way by kernels; None: kernels, and memory of torch.
+    Raises ConfigError, naming what to install, where it cannot work.
     """
 
     detached = True
 
-    def __init__(self, on: str, threads: int | None = None) -> None:
+    def __init__(self, on: str, threads: int | None = None, engine: int | None = None) -> None:
         import torch
 
-        self.device, self.threads = torch.device(on), threads
+        self.device, self.threads, self.engine = torch.device(on), threads, engine
         if torch.version.hip is not None:
             raise ConfigError(f"tensors on {on}: an AMD GPU; move them to the CPU")
         if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
             raise ConfigError(f"tensors on {on} need cuda-core; pip install 'deltackpt[cuda13]' (or cuda12)")
-        self.nvcomp = libnvcomp.installed()
+        self.nvcomp = engine is not None or libnvcomp.installed()
+        if engine == nvcomp.HARDWARE and not arena.capability(self.device).mask:
+            raise ConfigError(f"tensors on {on}: the driver reports no Decompression Engine; take backend cuda or auto")
 
     def room(self, nbytes: int) -> memoryview:
-        """Return pinned host memory. See backend.Device."""
+        """Return host memory that the device reads in place. See backend.Device."""
         import torch
 
+        if self.engine is not None:
+            return memoryview(arena.host_memory(nbytes, self.device).numpy())
         return memoryview(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy())
 
     def hold(self, tensors: Sequence[object]) -> tuple[object, U64]:
@@ -763,7 +787,9 @@ class Cuda:
                 f"tensors on {self.device}: versions that were published in parts are applied on the CPU only; "
                 "follow with tensors on the CPU, or publish from one process"
             )
-        staged = stage(tiling, fetched, self.device, on_device=self.nvcomp, threads=self.threads)
+        staged = stage(
+            tiling, fetched, self.device, on_device=self.nvcomp, engine=self.engine, threads=self.threads
+        )
         staged.wait()
         return [staged]
 

@@ -79,7 +79,7 @@ class Copy:
     def live(self) -> Live:
         """Describe the tensors for a publisher."""
         tensors = tuple(self.tensor(n) for n in range(len(self.addresses)))
-        return Live(self.layout, self.addresses, tensors, "cpu")
+        return Live(self.layout, tensors, "cpu")
 
     def load(self, folder: Folder) -> None:
         """Fill it from a checkpoint folder of the same layout."""

@@ -213,19 +213,32 @@ __device__ void extract(Rows rows, const u64* old_at, const u64* new_at, u32 fir
     }
     __syncthreads();
   }
-  #pragma unroll
-  for (int q = 0; q < N; q++)
-    if (threadIdx.x == 32 * q && local + q < tiles) {
-      if (done[q]) {
-        u64 total = 0;
-        for (int k = 0; k < WARPS; k++) total += warp_fp[q][k];
-        atomicAdd(fp + row[q], total);
-        atomicAdd(changed + row[q], (u64)done[q]);
-        taken[q] = dense[q] ? atomicAdd(cursor + 1, (u64)length[q]) : atomicAdd(cursor, (u64)done[q]);
-        place[local + q] = (u32)taken[q];
-      }
-      counts[local + q] = dense[q] ? DENSE : (u16)done[q];
+  if (threadIdx.x == 0) {
+    u64 total[N], here[N], sparse = 0;
+    #pragma unroll
+    for (int q = 0; q < N; q++) {
+      total[q] = 0;
+      here[q] = done[q];
+      if (done[q])
+        for (int k = 0; k < WARPS; k++) total[q] += warp_fp[q][k];
+      if (q && row[q] == row[0]) { total[0] += total[q]; here[0] += here[q]; here[q] = 0; }
+      if (!dense[q]) sparse += done[q];
     }
+    u64 at = sparse ? atomicAdd(cursor, sparse) : 0;
+    #pragma unroll
+    for (int q = 0; q < N; q++) {
+      if (here[q]) {
+        atomicAdd(fp + row[q], total[q]);
+        atomicAdd(changed + row[q], here[q]);
+      }
+      taken[q] = dense[q] ? atomicAdd(cursor + 1, (u64)length[q]) : at;
+      if (!dense[q]) at += done[q];
+      if (local + q < tiles) {
+        place[local + q] = (u32)taken[q];
+        counts[local + q] = dense[q] ? DENSE : (u16)done[q];
+      }
+    }
+  }
   if (!any) return;
   __syncthreads();
   #pragma unroll

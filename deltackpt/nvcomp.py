@@ -46,7 +46,7 @@ LONGEST = 1 << 24
 
 _PAGES = 256 << 20
 """Device memory for compressed frames at their worst size. More frames are compressed in several batches."""
-_TEMP = 256 << 20
+_TEMP = 512 << 20
 """Device memory that a codec works in; zstd wants three times what it decodes. More go in several batches."""
 _UNSET = -1
 """Status before a decoder gave one; none of nvCOMP's."""
@@ -309,7 +309,7 @@ class Check:
 
 def decompress(
     codec: int,
-    stored: torch.Tensor,
+    stored: torch.Tensor | Sequence[torch.Tensor],
     offset: I64,
     nbytes: I64,
     out: torch.Tensor,
@@ -321,9 +321,10 @@ def decompress(
 ) -> Check:
     """Decompress frames into device memory, each to its place; does not wait for the device.
 
-    stored: u8, on the device, or host memory that it reads in place: pinned, or `arena.host_memory`. **Its checksums
-    were compared before.** offset, nbytes: i64[n], n > 0. out: u8, on a GPU; out_offset, out_nbytes: i64[n], where each
-    frame goes and how many bytes it has to have. Bytes; every frame at a multiple of 16; those of `out` on no other.
+    stored: u8, on the device, or host memory that it reads in place: pinned, or `arena.host_memory`; where there are
+    several, offsets count through all of them. **Checksums were compared before.** offset, nbytes: i64[n], n > 0.
+    out: u8, on a GPU; out_offset, out_nbytes: i64[n], where each frame goes and how many bytes it has to have. Bytes;
+    every frame at a multiple of 16; those of `out` on no other.
     scratch: u8 on the device, at least `scratch_nbytes`, for tables and for what the decoder works in; without it they
     come from torch. HARDWARE never falls back to kernels; stored, out and scratch have to be capable, see `arena`, and
     nvCOMP may wait for what the stream was given before: use a stream of its own.
@@ -337,23 +338,22 @@ def decompress(
 
     form, library = _format(codec), load()
     what = f"{codecs.NAMES[codec]} frames by {BACKENDS[backend]}"
-    _require_frames(f"{what}, stored", stored, offset, nbytes, disjoint=False)
+    memories, address = _located(what, stored, offset, nbytes, out.device)
     _require_frames(f"{what}, decoded", out, out_offset, out_nbytes, disjoint=True)
     if len(offset) != len(out_offset):
         raise ConfigError(f"{what}: {len(offset)} frames for {len(out_offset)} places")
-    _require_readable(what, stored, out.device)
     if backend == HARDWARE:
         require_engine(codec, out.device, max(int(nbytes.max()), int(out_nbytes.max())))
     queue = Queue(out.device)
     with _fatal(what), queue.current():
         n, options, memory = len(offset), form.decompress_options(backend), _Scratch(queue, scratch)
-        rows = [offset + stored.data_ptr(), nbytes, out_offset + out.data_ptr(), out_nbytes]
+        rows = [address, nbytes, out_offset + out.data_ptr(), out_nbytes]
         source, size, target, due = queue.upload(rows, memory.take(32 * n))
         # Hardware writes only the low half of a size.
         actual = memory.take(8 * n).view(torch.int64).zero_()
         status = memory.take(4 * n).view(torch.int32).fill_(_UNSET)
         if backend == HARDWARE:
-            _require_capable((stored, out, actual), out.device)
+            _require_capable((*memories, out, actual), out.device)
         step, room = _batch(library, form, options, out_nbytes, n, queue.handle)
         temp = memory.take(room)
         for begin in range(0, n, step):
@@ -399,21 +399,39 @@ def scratch_nbytes(codec: int, out_nbytes: I64, device: torch.device, *, backend
     return sum(-(-max(1, part) // 256) * 256 for part in (32 * n, 8 * n, 4 * n, room, 16 * n))
 
 
-def place(stored: torch.Tensor, offset: I64, out: torch.Tensor, out_offset: I64, nbytes: I64) -> None:
+def place(
+    stored: torch.Tensor | Sequence[torch.Tensor], offset: I64, out: torch.Tensor, out_offset: I64, nbytes: I64
+) -> None:
     """Copy frames that are stored raw to their places, on torch's current stream; does not wait for the device.
 
     Arguments, alignment and the life of memory as in `decompress`. Raises ConfigError, and FormatError for rows out of
     bounds.
     """
     what = "raw frames"
-    _require_frames(f"{what}, stored", stored, offset, nbytes, disjoint=False)
+    _, address = _located(what, stored, offset, nbytes, out.device)
     _require_frames(f"{what}, placed", out, out_offset, nbytes, disjoint=True)
-    _require_readable(what, stored, out.device)
     queue = Queue(out.device)
     with queue.current():
-        rows = [offset + stored.data_ptr(), out_offset + out.data_ptr(), nbytes]
+        rows = [address, out_offset + out.data_ptr(), nbytes]
         source, target, size = queue.upload(rows, queue.empty(24 * len(offset)))
         queue.copy(source, target, size)
+
+
+def _located(
+    what: str, stored: torch.Tensor | Sequence[torch.Tensor], offset: I64, nbytes: I64, device: torch.device
+) -> tuple[Sequence[torch.Tensor], I64]:
+    """Return the memories and the address of each frame. Raises as `_require_frames` and `_require_readable` do."""
+    if len(offset) != len(nbytes):
+        raise ConfigError(f"{what}, stored: {len(offset)} offsets and {len(nbytes)} sizes")
+    memories = stored if isinstance(stored, Sequence) else [stored]
+    begins = np.cumsum([0, *(len(m) for m in memories)])
+    which = np.clip(np.searchsorted(begins, offset, side="right") - 1, 0, len(memories) - 1)
+    for i, memory in enumerate(memories):
+        mine = which == i
+        _require_frames(f"{what}, stored", memory, offset[mine] - begins[i], nbytes[mine], disjoint=False)
+        _require_readable(what, memory, device)
+    pointers = np.array([m.data_ptr() for m in memories], np.int64)
+    return memories, offset - begins[which] + pointers[which]
 
 
 def _require_readable(what: str, stored: torch.Tensor, device: torch.device) -> None:

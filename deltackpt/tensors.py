@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
-from deltackpt.backend import Cpu, Device
+from deltackpt.backend import Cpu, Device, pointers
 from deltackpt.chain import Plan, Step
 from deltackpt.checkpoint import Checkpoint
 from deltackpt.digest import U64, state_fingerprint
@@ -54,7 +54,7 @@ def _dtype_of(dtype: object) -> str | None:
 
 @dataclass(frozen=True)
 class Roster:
-    """What a mapping of contiguous tensors looked like: those that look the same again need no second description.
+    """What a mapping of contiguous tensors on a GPU looked like: those that look alike need no second description.
 
     names: in the mapping's order; types, looks: of each tensor; order: for each of the layout its place in the mapping.
     """
@@ -67,21 +67,25 @@ class Roster:
     on: str
 
 
-_looks = operator.attrgetter("dtype", "shape", "device", "layout")
+_looks = operator.attrgetter("dtype", "shape", "is_cuda")
 
 
 @dataclass(frozen=True)
 class Live:
     """Tensors that are being published, in layout order: contiguous ones, or copies.
 
-    addresses: of the first byte of each, as torch gives it. on: the torch device on which all of them are.
+    on: the torch device on which all of them are.
     """
 
     layout: Layout
-    addresses: U64
     kept: tuple[object, ...]
     on: str
     roster: Roster | None = None
+
+    @property
+    def addresses(self) -> U64:
+        """Address of the first byte of each, as torch gives it."""
+        return pointers(self.kept)
 
 
 def collect(params: Params, known: Layout | None = None, roster: Roster | None = None) -> Live:
@@ -112,14 +116,18 @@ def collect(params: Params, known: Layout | None = None, roster: Roster | None =
     layout = (
         known if known is not None and known.has(list(found), dtypes, shapes) else Layout(list(found), dtypes, shapes)
     )
-    addresses = np.array([found[n][2] for n in layout.names], np.uint64)
     kept, on = tuple(found[n][3] for n in layout.names), one_place(places)
     made = None
-    if on != host and isinstance(params, Mapping) and all(f[3] is params[n] for n, f in found.items()):
+    if (
+        isinstance(params, Mapping)
+        and on.startswith("cuda")
+        and "C64" not in dtypes
+        and all(f[3] is params[n] for n, f in found.items())
+    ):
         tensors, place = list(params.values()), {name: i for i, name in enumerate(found)}
         order = np.array([place[n] for n in layout.names], np.int64)
         made = Roster(layout, list(found), list(map(type, tensors)), list(map(_looks, tensors)), order, on)
-    return Live(layout, addresses, kept, on, made)
+    return Live(layout, kept, on, made)
 
 
 def _recognise(params: Mapping[str, Array], roster: Roster) -> Live | None:
@@ -132,11 +140,11 @@ def _recognise(params: Mapping[str, Array], roster: Roster) -> Live | None:
         return None
     if list(map(_looks, tensors)) != roster.looks or not all(map(torch.Tensor.is_contiguous, tensors)):
         return None
-    if any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors)):
+    if set(map(torch.Tensor.get_device, tensors)) != {torch.device(roster.on).index}:
         return None
-    kept = [tensors[i] for i in roster.order.tolist()]
-    addresses = np.fromiter(map(torch.Tensor.data_ptr, kept), np.uint64, len(kept))
-    return Live(roster.layout, addresses, tuple(kept), roster.on, roster)
+    if any(map(torch.Tensor.is_neg, tensors)):
+        return None
+    return Live(roster.layout, tuple(tensors[i] for i in roster.order.tolist()), roster.on, roster)
 
 
 def one_place(places: Mapping[str, object]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deltackpt import backend, cuda
+from deltackpt import backend, cuda, nvcomp
 from deltackpt.digest import U64
 from deltackpt.layout import Layout
 from deltackpt.shard import EncodedGroup, Fetched, assemble, parse_index
@@ -45,12 +45,19 @@ def same(left: list[EncodedGroup], right: list[EncodedGroup]) -> None:
         assert all(bytes(f.stored) == bytes(g.stored) for f, g in zip(a.frames, b.frames, strict=True))
 
 
-def stored(layout: Layout, groups: list[EncodedGroup]) -> Fetched:
+def stored(layout: Layout, groups: list[EncodedGroup], device: cuda.Cuda) -> Fetched:
     """Return groups as a follower sees them: in a shard that was fetched."""
     image = assemble("data/shard", groups)
-    memory = torch.empty(image.shard.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-    memory[:] = np.frombuffer(b"".join(bytes(part) for part in image.parts), np.uint8)
-    return Fetched(image.shard, parse_index(image.shard, memoryview(memory), layout), memoryview(memory))
+    memory = device.room(image.shard.nbytes)
+    memory[:] = b"".join(bytes(part) for part in image.parts)
+    return Fetched(image.shard, parse_index(image.shard, memory, layout), memory)
+
+
+WAYS = (
+    ("zstd", "sparse", "cpu", None), ("zstd", "sparse", "nvcomp", None), ("ans", "sparse", "nvcomp", None),
+    ("deflate", "sparse", "arenas", nvcomp.CUDA), ("lz4", "mask", "nvcomp", None), ("zstd", "mask", "cpu", None),
+)  # fmt: skip
+"""Codec and form of what is published, who decodes it, and the engine of `cuda.Cuda`."""
 
 
 def compare(seed: int) -> None:
@@ -74,23 +81,21 @@ def compare(seed: int) -> None:
     expected = list(backend.encode(layout, addresses(host[0]), addresses(host[1]), threads=2))
     made = cuda.extract(layout, addresses(on_gpu[0]), addresses(on_gpu[1]), DEVICE, threads=4)
     same(expected, list(made.groups()))
-    shifted = [[place(c, s, DEVICE) for c, s in zip(old, shifts, strict=True)] for _ in range(2)]
-    for tensors, codec, on_device in (
-        (on_gpu[0], "zstd", False),
-        (shifted[0], "zstd", True),
-        (shifted[1], "ans", True),
-    ):
-        made = cuda.extract(layout, addresses(tensors), addresses(on_gpu[1]), DEVICE, codec=codec, threads=4)
-        fetched = stored(layout, list(made.groups()))
-        staged = cuda.stage(layout, [fetched], DEVICE, on_device=on_device, threads=4)
-        staged.wait()
-        diffs = cuda.apply(staged, addresses(tensors))
-        for a, b in zip(tensors, on_gpu[1], strict=True):
-            assert torch.equal(a, b)
     total = np.zeros(n, np.uint64)
-    for g in expected:
-        total[g.tensor] += g.fingerprint
-    assert np.array_equal(diffs, total)
+    for group in expected:
+        total[group.tensor] += group.fingerprint
+    for codec, form, decoder, engine in WAYS:
+        tensors = [place(c, s, DEVICE) for c, s in zip(old, shifts, strict=True)]
+        base = [place(c, s, DEVICE) for c, s in zip(old, shifts, strict=True)]
+        device = cuda.Cuda(str(DEVICE), 4, engine)
+        device.nvcomp = decoder != "cpu"
+        made = device.encode(layout, addresses(base), addresses(on_gpu[1]), codec=codec, form=form)
+        staged = device.stage(layout, [stored(layout, list(made.groups()), device)])
+        assert np.array_equal(device.apply(layout, staged, addresses(tensors)), total)
+        made.advance(addresses(base))
+        for followed, advanced, new_one in zip(tensors, base, on_gpu[1], strict=True):
+            assert torch.equal(followed, new_one), (codec, form, decoder)
+            assert torch.equal(advanced, new_one), (codec, form, decoder)
     assert np.array_equal(
         cuda.fingerprints(layout, addresses(on_gpu[1]), DEVICE), backend.fingerprints(layout, addresses(host[1]))
     )
@@ -125,6 +130,17 @@ def weights(n: int, density: float, width: int) -> tuple[torch.Tensor, torch.Ten
     return old, new
 
 
+def extract_only(layout: Layout, tables: cuda._Tables, old: U64, new: U64) -> None:
+    """Extract and put in order, window after window; nothing goes to the host but the sums."""
+    kernels = cuda._kernels(0)
+    sides = (tables.row_addresses(old), tables.row_addresses(new))
+    zeros = [cuda._zeros(len(tables.tensor), DEVICE, torch.int64) for _ in range(2)]
+    for groups in cuda._windows(layout):
+        window = cuda._Window(layout, tables, groups)
+        window.extract(kernels, sides, (zeros[0], zeros[1]))
+        window.compact(kernels, sides, (zeros[0], zeros[1]))
+
+
 def speed(gb: float) -> list[dict[str, object]]:
     """Rates of the kernels in TB/s of model, beside the copy bandwidth of the same run."""
     rows: list[dict[str, object]] = []
@@ -138,17 +154,18 @@ def speed(gb: float) -> list[dict[str, object]]:
         t_copy = seconds(lambda: copy.copy_(old))  # noqa: B023 - called at once
         tables = cuda._tables(layout, DEVICE)
         fp = cuda._zeros(len(tables.tensor), DEVICE, torch.int64)
-        t_extract = seconds(lambda: cuda.extract(layout, a, b, DEVICE))  # noqa: B023
-        list(cuda.extract(layout, a, b, DEVICE).groups())
-        began = time.perf_counter()
-        encoded = list(cuda.extract(layout, a, b, DEVICE).groups())
-        t_encode = time.perf_counter() - began
-        fetched = stored(layout, encoded)
-        cuda.stage(layout, [fetched], DEVICE, on_device=True).wait()
-        began = time.perf_counter()
-        staged = cuda.stage(layout, [fetched], DEVICE, on_device=True)
-        staged.wait()
-        t_stage = time.perf_counter() - began
+        t_extract = seconds(lambda: extract_only(layout, tables, a, b))  # noqa: B023
+        device = cuda.Cuda(str(DEVICE))
+        times: dict[str, list[float]] = {"encode": [], "stage": []}
+        for _ in range(3):
+            began = time.perf_counter()
+            encoded = list(device.encode(layout, a, b, codec="zstd", form="sparse").groups())
+            times["encode"].append(time.perf_counter() - began)
+            fetched = stored(layout, encoded, device)
+            began = time.perf_counter()
+            (staged,) = device.stage(layout, [fetched])
+            times["stage"].append(time.perf_counter() - began)
+        t_encode, t_stage = (statistics.median(times[n]) for n in ("encode", "stage"))
         rows_at, sums = tables.row_addresses(addresses([copy])), fp.clone()
         t_apply = seconds(lambda: staged.apply(rows_at, sums))  # noqa: B023
         copy.copy_(old)

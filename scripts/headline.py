@@ -12,22 +12,31 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from deltackpt import Follower, Publisher, TensorTarget
 
+Rows: TypeAlias = list[dict[str, object]]
+
 
 def layer_shapes(form: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Tensors of one layer: bf16 matrices, or expert linears as packed codes, block scales and two scalars."""
+    """Tensors of one layer: bf16 matrices, or expert linears as packed codes, block scales and two scalars.
+
+    many: smaller ones, 230,000 tensors in 42.5 GB; one: bytes without any division.
+    """
     if form == "bf16":
         return {f"w{i}": ((6144, 2048), torch.bfloat16) for i in range(16)}
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if form == "one":
+        return {"w": ((95_846_400,), torch.uint8)}
+    rows, columns = (1024, 640) if form == "many" else (2048, 3072)
     for e in range(32):
         for p in ("gate", "up", "down"):
-            shapes[f"{e}.{p}.weight"] = ((2048, 3072), torch.uint8)
-            shapes[f"{e}.{p}.weight_scale"] = ((2048, 384), torch.float8_e4m3fn)
+            shapes[f"{e}.{p}.weight"] = ((rows, columns), torch.uint8)
+            shapes[f"{e}.{p}.weight_scale"] = ((rows, columns // 8), torch.float8_e4m3fn)
             shapes[f"{e}.{p}.weight_scale_2"] = ((), torch.float32)
             shapes[f"{e}.{p}.input_scale"] = ((), torch.float32)
     return shapes
@@ -38,6 +47,9 @@ def make(form: str, gb: float, device: torch.device) -> dict[str, torch.Tensor]:
     shapes = layer_shapes(form)
     sizes = {n: torch.Size(s).numel() * torch.empty(0, dtype=d).element_size() for n, (s, d) in shapes.items()}
     layer = sum(sizes.values())
+    if form == "one":
+        whole = round(gb * 1e9 / layer) * layer
+        return {"w": torch.randint(0, 256, (whole,), dtype=torch.uint8, device=device)}
     tensors = {}
     for i in range(max(1, round(gb * 1e9 / layer))):
         block = torch.randint(0, 256, (layer,), dtype=torch.uint8, device=device)
@@ -57,11 +69,11 @@ def step(tensors: dict[str, torch.Tensor], density: float, seed: int) -> None:
     for tensor in tensors.values():
         if tensor.numel() < 1024:
             continue
-        raw = tensor.view(torch.uint8).view(-1, tensor.element_size())
-        hit = torch.rand(len(raw), device=raw.device, generator=generator) < density
-        raw[:, 0] ^= hit.to(torch.uint8) * torch.randint(
-            1, 8, (len(raw),), dtype=torch.uint8, device=raw.device, generator=generator
-        )
+        for raw in torch.split(tensor.view(torch.uint8).view(-1, tensor.element_size()), 1 << 26):
+            hit = torch.rand(len(raw), device=raw.device, generator=generator) < density
+            raw[:, 0] ^= hit.to(torch.uint8) * torch.randint(
+                1, 8, (len(raw),), dtype=torch.uint8, device=raw.device, generator=generator
+            )
 
 
 def warm_host(nbytes: int) -> None:
@@ -69,82 +81,90 @@ def warm_host(nbytes: int) -> None:
     np.ones(nbytes, np.uint8)
 
 
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors hold the same bits."""
+    device = next(iter(left.values())).device
+    return all(
+        torch.equal(left[n].reshape(-1).view(torch.uint8), right[n].reshape(-1).view(torch.uint8).to(device))
+        for n in left
+    )
+
+
 def run(
-    form: str, density: float, gb: float, versions: int, store: Path, target: torch.device, codec: str
-) -> dict[str, object]:
-    """Publish `versions` steps; return medians."""
+    form: str, density: float, gb: float, versions: int, store: Path, target: torch.device, ways: list[str]
+) -> Rows:
+    """Publish `versions` steps in each way, a codec with ":mask" or without; return medians."""
     source = torch.device("cuda", 0)
     trainer = make(form, gb, source)
     nbytes = sum(t.numel() * t.element_size() for t in trainer.values())
     sampler = {n: torch.empty_like(t, device=target) for n, t in trainer.items()}
-    publisher = Publisher(str(store), run_id="headline", anchors=False, codec=codec)
-    publisher.publish(trainer, step=0)
-    follower = Follower(str(store), TensorTarget(sampler))
-    prepared = follower.prepare()
-    assert prepared is not None
-    prepared.apply()
-    for n in trainer:
-        assert torch.equal(
-            trainer[n].reshape(-1).view(torch.uint8), sampler[n].reshape(-1).view(torch.uint8).to(source)
-        ), n
     warm_host(12 << 30)
-    torch.cuda.synchronize()
-    baseline = torch.cuda.memory_allocated(source)
-    torch.cuda.reset_peak_memory_stats(source)
-    rows = []
-    for version in range(1, versions + 1):
-        step(trainer, density, version)
+    found: Rows = []
+    follower = None
+    for way in ways:
+        codec, _, kind = way.partition(":")
+        publisher = Publisher(str(store), run_id="headline", anchors=False, codec=codec, form=kind or "sparse")
+        publisher.publish(trainer)
+        follower = follower or Follower(str(store), TensorTarget(sampler))
+        while (prepared := follower.prepare()) is not None:
+            prepared.apply()
         torch.cuda.synchronize()
-        began = time.perf_counter()
-        pending = publisher.submit(trainer, step=version)
-        blocked = time.perf_counter() - began
-        manifest = pending.result()
-        published = time.perf_counter() - began
-        prepared = follower.prepare()
-        assert prepared is not None
-        staged = time.perf_counter() - began
-        prepared.apply()
-        torch.cuda.synchronize()
-        applied = time.perf_counter() - began
-        del prepared  # its columns are of no use any more
-        rows.append((blocked, published, staged - published, applied - staged, applied, manifest.totals.stored))
-    exact = all(
-        torch.equal(trainer[n].reshape(-1).view(torch.uint8), sampler[n].reshape(-1).view(torch.uint8).to(source))
-        for n in trainer
-    )
-    peak = torch.cuda.max_memory_allocated(source) - baseline
-    publisher.close()
+        baseline = torch.cuda.memory_allocated(source)
+        torch.cuda.reset_peak_memory_stats(source)
+        rows = []
+        for version in range(1, versions + 1):
+            step(trainer, density, version)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            pending = publisher.submit(trainer, step=version)
+            blocked = time.perf_counter() - began
+            manifest = pending.result()
+            published = time.perf_counter() - began
+            prepared = follower.prepare()
+            assert prepared is not None
+            staged = time.perf_counter() - began
+            prepared.apply()
+            torch.cuda.synchronize()
+            applied = time.perf_counter() - began
+            del prepared  # its columns are of no use any more
+            rows.append((blocked, published, staged - published, applied - staged, applied, manifest.totals.stored))
+        peak = torch.cuda.max_memory_allocated(source) - baseline
+        publisher.close()
+        medians = [statistics.median(r[i] for r in rows[1:] or rows) for i in range(6)]
+        names = (
+            "trainer_blocked_s", "published_s", "staged_s", "sampling_blocked_s", "end_to_end_s", "payload_bytes"
+        )  # fmt: skip
+        found.append({
+            "form": form, "way": way, "gb": round(nbytes / 1e9, 1), "tensors": len(trainer), "density": density,
+            "exact": equal(trainer, sampler), **{n: round(m, 4) for n, m in zip(names, medians, strict=True)},
+            "extra_device_mib": round(peak / 2**20),
+        })  # fmt: skip
+        print(json.dumps(found[-1]), flush=True)
+        del publisher
     shutil.rmtree(store)
-    medians = [statistics.median(r[i] for r in rows[1:] or rows) for i in range(6)]
-    names = ("trainer_blocked_s", "published_s", "staged_s", "sampling_blocked_s", "end_to_end_s", "payload_bytes")
-    return {
-        "form": form, "codec": codec, "gb": round(nbytes / 1e9, 1), "tensors": len(trainer), "density": density,
-        "exact": exact,
-        **{n: round(m, 4) for n, m in zip(names, medians, strict=True)}, "extra_device_mib": round(peak / 2**20),
-    }  # fmt: skip
+    return found
 
 
 def main() -> None:
     """Run both layouts, or the chosen one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=44.0, help="bytes of model, in 10^9")
-    parser.add_argument("--form", choices=("bf16", "nvfp4"), action="append")
-    parser.add_argument("--codec", default="zstd", help="codec of the frames")
+    parser.add_argument("--form", choices=("bf16", "nvfp4", "many", "one"), action="append")
+    parser.add_argument("--way", action="append", help="codec of the frames, with :mask for that form; default zstd")
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--store", type=Path, default=Path("/dev/shm"), help="folder for the store")
     parser.add_argument("--two", action="store_true", help="follow on a second GPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     target = torch.device("cuda", 1 if options.two else 0)
-    rows = []
+    rows: Rows = []
     for form in options.form or ("bf16", "nvfp4"):
         store = Path(tempfile.mkdtemp(prefix="deltackpt-headline-", dir=options.store))
-        density = {"bf16": 0.01, "nvfp4": 0.00375}[form]
+        density = 0.01 if form == "bf16" else 0.00375
         try:
-            rows.append(run(form, density, options.gb, options.versions, store, target, options.codec))
+            rows += run(form, density, options.gb, options.versions, store, target, options.way or ["zstd"])
         finally:
             shutil.rmtree(store, ignore_errors=True)
-        print(json.dumps(rows[-1]), flush=True)
         torch.cuda.empty_cache()
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
