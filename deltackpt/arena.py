@@ -106,9 +106,17 @@ def capable(memory: torch.Tensor, device: torch.device) -> bool:
     memory: of the device, or host memory of `host_memory`; other host memory is not.
     """
     with _current(device) as driver:
-        error, value = driver.cuPointerGetAttribute(driver.CUpointer_attribute(_IS_CAPABLE), memory.data_ptr())
+        error, value = _pointer_attribute(_IS_CAPABLE, memory.data_ptr())
         # The driver does not know host memory that it did not allocate.
-        return error == driver.CUresult.CUDA_SUCCESS and bool(value)
+        return error == int(driver.CUresult.CUDA_SUCCESS) and bool(value)
+
+
+def _pointer_attribute(number: int, address: int) -> tuple[int, int]:
+    """Ask the driver itself: cuda-bindings 13 has no type for this attribute and refuses it."""
+    value = ctypes.c_uint64(0)
+    ask = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    ask.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+    return ask(ctypes.byref(value), number, address), value.value
 
 
 def device_memory(nbytes: int, device: torch.device) -> torch.Tensor:

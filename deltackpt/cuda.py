@@ -787,9 +787,7 @@ class Cuda:
                 f"tensors on {self.device}: versions that were published in parts are applied on the CPU only; "
                 "follow with tensors on the CPU, or publish from one process"
             )
-        staged = stage(
-            tiling, fetched, self.device, on_device=self.nvcomp, engine=self.engine, threads=self.threads
-        )
+        staged = stage(tiling, fetched, self.device, on_device=self.nvcomp, engine=self.engine, threads=self.threads)
         staged.wait()
         return [staged]
 

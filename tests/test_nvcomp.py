@@ -578,7 +578,8 @@ class Driver:
 
 
 @pytest.fixture(autouse=True)
-def _no_context_is_remembered() -> Iterator[None]:
+def _no_context_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(arena, "_pointer_attribute", lambda n, at: arena._driver().cuPointerGetAttribute(n, at))
     yield
     arena._context.cache_clear()
 
