@@ -81,7 +81,7 @@ __device__ void extract(Rows rows, const u64* old_at, const u64* new_at, u32 fir
   constexpr int N = W == 1 ? 2 : 1, WARPS = THREADS / 32, PER = 16 / W, ROUNDS = 2 * W;
   constexpr int FIELDS = ROUNDS < 8 ? ROUNDS : 8, BITS = 64 / FIELDS, PACKS = ROUNDS / FIELDS;
   __shared__ u16 position[N][SPARSE];
-  __shared__ T before[N][SPARSE], after[N][SPARSE];
+  __shared__ T flips[N][SPARSE];
   __shared__ int warp_count[N][WARPS];
   __shared__ u64 warp_fp[N][WARPS], taken[N];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -109,8 +109,8 @@ __device__ void extract(Rows rows, const u64* old_at, const u64* new_at, u32 fir
       int e = begin + r * 32 * PER;
       x[q][r] = y[q][r] = make_uint4(0, 0, 0, 0);
       if (aligned && e + PER <= length[q]) {
-        x[q][r] = __ldcs((const uint4*)(a[q] + e * W));
-        y[q][r] = __ldcs((const uint4*)(b[q] + e * W));
+        x[q][r] = *(const uint4*)(a[q] + e * W);
+        y[q][r] = *(const uint4*)(b[q] + e * W);
       } else {
         #pragma unroll
         for (int i = 0; i < PER; i++)
@@ -181,18 +181,8 @@ __device__ void extract(Rows rows, const u64* old_at, const u64* new_at, u32 fir
         int shift = r % FIELDS * BITS % 64;
         int at = at_warp + (int)((upto[q][r / FIELDS] - mine[q][r / FIELDS]) >> shift & FIELD);
         at_warp += (int)(round_total[q][r / FIELDS] >> shift & FIELD);
-        u32 here = differs[q] >> (r * PER) & ROUND;
-        if (here) {
-          const T *p = (const T*)&x[q][r], *o = (const T*)&y[q][r];
-          #pragma unroll
-          for (int i = 0; i < PER; i++)
-            if (here >> i & 1) {
-              position[q][at] = (u16)(begin + r * 32 * PER + i);
-              before[q][at] = p[i];
-              after[q][at] = o[i];
-              at++;
-            }
-        }
+        for (u32 here = differs[q] >> (r * PER) & ROUND; here; here &= here - 1)
+          position[q][at++] = (u16)(begin + r * 32 * PER + __ffs(here) - 1);
       }
     }
   }
@@ -206,8 +196,13 @@ __device__ void extract(Rows rows, const u64* old_at, const u64* new_at, u32 fir
         for (int e = threadIdx.x; e < length[q]; e += THREADS)
           sum += change<W>(element[q] + e, load<W>(a[q] + e * W), load<W>(b[q] + e * W));
       else
-        for (int i = threadIdx.x; i < done[q]; i += THREADS)
-          sum += change<W>(element[q] + position[q][i], before[q][i], after[q][i]);
+        // The few that changed are loaded again, out of a cache, rather than picked out of registers.
+        for (int i = threadIdx.x; i < done[q]; i += THREADS) {
+          int e = position[q][i];
+          u64 before = load<W>(a[q] + e * W), after = load<W>(b[q] + e * W);
+          flips[q][i] = (T)(before ^ after);
+          sum += change<W>(element[q] + e, before, after);
+        }
       sum = warp_sum(sum);
       if (lane == 0) warp_fp[q][warp] = sum;
     }
@@ -256,7 +251,7 @@ __device__ void extract(Rows rows, const u64* old_at, const u64* new_at, u32 fir
       u32 gap = i ? position[q][i] - position[q][i - 1] - 1 : position[q][0];
       planes.sparse[to + i] = (u8)gap;
       planes.sparse[planes.room + to + i] = (u8)(gap >> 8);
-      u64 v = before[q][i] ^ after[q][i];
+      u64 v = flips[q][i];
       #pragma unroll
       for (int j = 0; j < W; j++) planes.sparse[(2 + j) * planes.room + to + i] = (u8)(v >> (8 * j));
     }
@@ -271,8 +266,8 @@ __device__ void extract(Rows rows, const u64* old_at, const u64* new_at, u32 fir
     extract<W>({tile_row, tile_index, count, start}, old_at, new_at, first_tile, tiles, cursor, counts, place,         \
                {sparse, dense, room, dense_room}, fp, changed);                                                        \
   }
-EXTRACT(1, 4)
-EXTRACT(2, 4)
+EXTRACT(1, 5)
+EXTRACT(2, 5)
 EXTRACT(4, 3)
 EXTRACT(8, 1)
 

@@ -10,7 +10,9 @@ import json
 import shutil
 import statistics
 import tempfile
+import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import TypeAlias
 
@@ -145,6 +147,78 @@ def run(
     return found
 
 
+class Products:
+    """A loop of bf16 matrix products in a thread and on a stream of its own; when each one was done is noted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stop, self.done = device, threading.Event(), list[float]()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        a, b, c = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=self._device) for _ in range(3))
+        under_way: deque[torch.cuda.Event] = deque()
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        with torch.cuda.stream(stream):
+            while not self._stop.is_set():
+                torch.mm(a, b, out=c)
+                under_way.append(torch.cuda.Event())  # type: ignore[no-untyped-call]  # as above
+                under_way[-1].record()
+                if len(under_way) > 2:
+                    under_way.popleft().synchronize()
+                    self.done.append(time.perf_counter())
+
+    def __enter__(self) -> Products:
+        self._thread.start()
+        time.sleep(1.0)  # until it runs at its pace
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def rate(self, spans: list[tuple[float, float]]) -> float:
+        """Products a second within some spans of time."""
+        return sum(begin <= t < end for t in self.done for begin, end in spans) / sum(e - b for b, e in spans)
+
+
+def overlap(gb: float, versions: int, store: Path) -> dict[str, object]:
+    """What a loop of matrix products keeps of its rate beside a publisher's background part, and beside a follower."""
+    device = torch.device("cuda", 0)
+    trainer = make("bf16", gb, device)
+    sampler = {n: torch.empty_like(t) for n, t in trainer.items()}
+    publisher = Publisher(str(store), run_id="headline", anchors=False)
+    publisher.publish(trainer)
+    follower = Follower(str(store), TensorTarget(sampler))
+    prepared = follower.prepare()
+    assert prepared is not None
+    prepared.apply()
+    background: list[tuple[float, float]] = []
+    staging: list[tuple[float, float]] = []
+    alone: list[tuple[float, float]] = []
+    with Products(device) as products:
+        for version in range(1, versions + 1):
+            began = time.perf_counter()
+            time.sleep(0.5)
+            alone.append((began, time.perf_counter()))
+            step(trainer, 0.01, version)
+            pending = publisher.submit(trainer)
+            began = time.perf_counter()
+            pending.result()
+            background.append((began, time.perf_counter()))
+            for _ in range(3):
+                began = time.perf_counter()
+                prepared = follower.prepare()
+                assert prepared is not None
+                staging.append((began, time.perf_counter()))
+            prepared.apply()
+    rates = [products.rate(spans) for spans in (alone, background, staging)]
+    publisher.close()
+    return {
+        "gb": gb, "alone_per_s": round(rates[0], 1), "beside_publisher": round(rates[1] / rates[0], 3),
+        "beside_follower": round(rates[2] / rates[0], 3), "exact": equal(trainer, sampler),
+    }  # fmt: skip
+
+
 def main() -> None:
     """Run both layouts, or the chosen one."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -153,11 +227,19 @@ def main() -> None:
     parser.add_argument("--way", action="append", help="codec of the frames, with :mask for that form; default zstd")
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--store", type=Path, default=Path("/dev/shm"), help="folder for the store")
+    parser.add_argument("--overlap", action="store_true", help="what a loop of matrix products keeps of its rate")
     parser.add_argument("--two", action="store_true", help="follow on a second GPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     target = torch.device("cuda", 1 if options.two else 0)
     rows: Rows = []
+    if options.overlap:
+        store = Path(tempfile.mkdtemp(prefix="deltackpt-headline-", dir=options.store))
+        try:
+            print(json.dumps(overlap(options.gb, options.versions, store)), flush=True)
+        finally:
+            shutil.rmtree(store, ignore_errors=True)
+        return
     for form in options.form or ("bf16", "nvfp4"):
         store = Path(tempfile.mkdtemp(prefix="deltackpt-headline-", dir=options.store))
         density = 0.01 if form == "bf16" else 0.00375
