@@ -18,7 +18,7 @@ from deltackpt.errors import DeltaError
 if TYPE_CHECKING:
     import torch
 
-BACKENDS = ("auto", "cpu", "cuda", "torch")
+BACKENDS = ("auto", "cpu", "cuda", "de", "torch")
 
 
 @click.command()

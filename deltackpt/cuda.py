@@ -739,15 +739,18 @@ class Cuda:
 
     on: torch device, as text. engine: who decompresses what a Decompression Engine reads, out of memory that it
     reaches: nvcomp.HARDWARE, or nvcomp.CUDA, which goes the same way by kernels; None: kernels, and memory of torch.
+    host_base: `allocate` gives pinned host memory.
     Raises ConfigError, naming what to install, where it cannot work.
     """
 
     detached = True
 
-    def __init__(self, on: str, threads: int | None = None, engine: int | None = None) -> None:
+    def __init__(
+        self, on: str, threads: int | None = None, engine: int | None = None, *, host_base: bool = False
+    ) -> None:
         import torch
 
-        self.device, self.threads, self.engine = torch.device(on), threads, engine
+        self.device, self.threads, self.engine, self.host_base = torch.device(on), threads, engine, host_base
         if torch.version.hip is not None:
             raise ConfigError(f"tensors on {on}: an AMD GPU; move them to the CPU")
         if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
@@ -807,7 +810,11 @@ class Cuda:
         """See backend.Device."""
         import torch
 
-        memory = torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device)
+        if self.host_base:
+            # The kernels read and write it where it is, over PCIe.
+            memory = torch.empty(max(1, nbytes), dtype=torch.uint8, pin_memory=True)
+        else:
+            memory = torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device)
         return memory, memory.data_ptr()
 
     def copy(self, target: int, source: int, nbytes: int) -> None:

@@ -43,7 +43,7 @@ DTYPES = {
 }  # fmt: skip
 """Names of torch dtypes and of the same dtypes in safetensors."""
 
-BACKENDS = ("auto", "cpu", "cuda", "torch")
+BACKENDS = ("auto", "cpu", "cuda", "de", "torch")
 """See `choose`."""
 
 
@@ -164,24 +164,28 @@ class Choice:
     backend: str
     reason: str
 
-    def device(self, threads: int | None) -> Device:
-        """Return the backend. Raises ConfigError, naming what is missing."""
+    def device(self, threads: int | None, *, host_base: bool = False) -> Device:
+        """Return the backend. host_base: see `Publisher`. Raises ConfigError, naming what is missing."""
         if self.backend == "cpu":
             return Cpu(threads)
         if self.backend == "torch":
             from deltackpt.torchdevice import Torch
 
+            if host_base:
+                raise ConfigError(f"host_base with backend torch on {self.on}: its base is on the device; leave it out")
             return Torch(self.on, threads)
         from deltackpt.cuda import Cuda
+        from deltackpt.nvcomp import HARDWARE
 
-        return Cuda(self.on, threads)
+        return Cuda(self.on, threads, HARDWARE if self.backend == "de" else None, host_base=host_base)
 
 
 def choose(on: str, backend: str = "auto") -> Choice:
     """Choose the backend for tensors on a torch device.
 
-    auto: cpu for host memory; for an NVIDIA GPU cuda where it can work; else torch. One that is asked for by name is
-    taken or refused, never replaced. Raises ConfigError, naming what is missing.
+    auto: cpu for host memory; for an NVIDIA GPU de where the driver reports a Decompression Engine and nvCOMP is there,
+    else cuda where it can work; else torch. One that is asked for by name is taken or refused, never replaced. Raises
+    ConfigError, naming what is missing.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is unknown; expected one of {' '.join(BACKENDS)}")
@@ -191,13 +195,27 @@ def choose(on: str, backend: str = "auto") -> Choice:
         if kind == "cpu":
             return Choice(on, "cpu", "the tensors are in host memory")
         if lacks is None:
-            return Choice(on, "cuda", "an NVIDIA GPU")
+            return _choose_engine(on)
         return Choice(on, "torch", lacks)
     if backend == "cpu" and kind != "cpu":
         raise ConfigError(f"tensors on {on}: backend cpu works in host memory; move them there, or take backend auto")
-    if backend == "cuda" and lacks is not None:
-        raise ConfigError(f"tensors on {on}: backend cuda cannot be used: {lacks}; take backend auto or torch")
+    if backend in ("cuda", "de") and lacks is not None:
+        raise ConfigError(f"tensors on {on}: backend {backend} cannot be used: {lacks}; take backend auto or torch")
     return Choice(on, backend, "asked for by name")
+
+
+def _choose_engine(on: str) -> Choice:
+    """Choose between the backends of an NVIDIA GPU, by what the driver says and what is installed."""
+    import torch
+
+    from deltackpt import arena, libnvcomp
+
+    found = arena.capability(torch.device(on))
+    if not found.mask:
+        return Choice(on, "cuda", "an NVIDIA GPU; the driver reports no Decompression Engine")
+    if not libnvcomp.installed():
+        return Choice(on, "cuda", "an NVIDIA GPU; its Decompression Engine is not used, since nvCOMP is not installed")
+    return Choice(on, "de", f"the driver reports a Decompression Engine for {', '.join(found.codecs)}")
 
 
 def _cuda_lacks(on: str) -> str | None:

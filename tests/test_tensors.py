@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from helpers import raw_of, refused, tensor_of
 
-from deltackpt import backend
+from deltackpt import backend, tensors
+from deltackpt.arena import Capability
 from deltackpt.errors import ChainError, ConfigError, IntegrityError, Poisoned
 from deltackpt.follow import Follower, Prepared
 from deltackpt.publish import Publisher
@@ -495,21 +496,29 @@ def test_auto_takes_what_the_device_allows_and_says_why(monkeypatch: pytest.Monk
         "cuda:0", "torch", "cuda-core is not installed; pip install 'deltackpt[cuda13]' (or cuda12)"
     )
     monkeypatch.setattr("deltackpt.tensors.find_spec", lambda _name: object())
-    assert choose("cuda:0") == Choice("cuda:0", "cuda", "an NVIDIA GPU")
+    for mask, installed, name, reason in (
+        (0, True, "cuda", "an NVIDIA GPU; the driver reports no Decompression Engine"),
+        (6, False, "cuda", "an NVIDIA GPU; its Decompression Engine is not used, since nvCOMP is not installed"),
+        (6, True, "de", "the driver reports a Decompression Engine for lz4, snappy"),
+    ):
+        monkeypatch.setattr("deltackpt.arena.capability", lambda _, m=mask: Capability(m, 1 << 22))
+        monkeypatch.setattr("deltackpt.libnvcomp.installed", lambda i=installed: i)
+        assert choose("cuda:0") == Choice("cuda:0", name, reason)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_backend_that_can_work_there_is_taken_by_name(backend: str) -> None:
-    assert choose("cpu", backend) == Choice("cpu", backend, "asked for by name")
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+def test_backend_that_can_work_there_is_taken_by_name(name: str) -> None:
+    assert choose("cpu", name) == Choice("cpu", backend, "asked for by name")
 
 
 @pytest.mark.parametrize(
     ("on", "backend", "message"),
     [
-        ("cpu", "gpu", "backend 'gpu' is unknown; expected one of auto cpu cuda torch"),
+        ("cpu", "gpu", "backend 'gpu' is unknown; expected one of auto cpu cuda de torch"),
         ("xpu:0", "cpu", "tensors on xpu:0: backend cpu works in host memory; move them there, or take backend auto"),
         ("cpu", "cuda", "backend cuda cannot be used: cpu is no NVIDIA GPU; take backend auto or torch"),
         ("npu:0", "cuda", "backend cuda cannot be used: npu:0 is no NVIDIA GPU; take backend auto or torch"),
+        ("cpu", "de", "backend de cannot be used: cpu is no NVIDIA GPU; take backend auto or torch"),
     ],
 )
 def test_backend_that_cannot_work_there_is_refused_and_not_replaced(on: str, backend: str, message: str) -> None:
@@ -531,3 +540,67 @@ def test_target_and_publisher_refuse_a_backend_before_anything_is_written(store:
     publish(store, {"w": torch.zeros(2)})
     with pytest.raises(ConfigError, match="backend cuda"):
         Follower(str(store), TensorTarget({"w": torch.zeros(2)}, backend="cuda")).prepare()
+
+
+def test_base_on_the_host_is_refused_where_the_backend_cannot_have_one(store: Path) -> None:
+    message = "host_base with backend torch on cpu: its base is on the device; leave it out"
+    with Publisher(str(store), backend="torch", host_base=True) as publisher, pytest.raises(ConfigError, match=message):
+        publisher.publish({"w": torch.zeros(2)})
+
+
+# ---------------------------------------------------------------- looked up outside the pause
+
+
+def test_tensor_that_was_given_other_memory_since_it_was_staged_is_named_and_nothing_is_written(store: Path) -> None:
+    trainer = {"a": torch.arange(100.0), "b": torch.arange(50.0)}
+    live = {name: torch.nn.Parameter(torch.zeros_like(t)) for name, t in trainer.items()}
+    with Publisher(str(store), anchors=False) as publisher, Follower(str(store), TensorTarget(live)) as follower:
+        publisher.publish(trainer)
+        first = follower.prepare()
+        assert first is not None
+        first.apply()
+        trainer["a"][3] = 7.0
+        trainer["b"][4] = 8.0
+        publisher.publish(trainer)
+        staged = follower.prepare()
+        assert staged is not None
+        before = live["b"].detach()
+        live["b"].data = live["b"].data.clone()
+        with pytest.raises(ConfigError, match="tensor b was given other memory since it was staged; prepare again"):
+            staged.apply()
+        assert before.tolist() == list(range(50))
+        assert live["a"].tolist() == list(range(100))
+        assert live["b"].tolist() == list(range(50))
+        again = follower.prepare()
+        assert again is not None
+        assert again.apply() == 1
+    assert live["a"].tolist() == trainer["a"].tolist()
+    assert live["b"].tolist() == trainer["b"].tolist()
+
+
+def test_tensors_that_look_as_before_are_recognised_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"b": torch.zeros(4, 3), "a": torch.zeros(5, dtype=torch.int8)}
+    found = list(given.values())
+    layout = collect(given).layout
+    roster = tensors.Roster(
+        layout, ["b", "a"], [torch.Tensor] * 2, list(map(tensors._looks, found)), np.array([1, 0]), "cuda:0"
+    )
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    live = tensors._recognise(given, roster)
+    assert live is not None
+    assert live.layout is layout
+    assert [t is given[n] for t, n in zip(live.kept, ("a", "b"), strict=True)] == [True, True]
+    others: dict[str, dict[str, torch.Tensor]] = {
+        "another shape": {**given, "b": torch.zeros(3, 4)},
+        "another dtype": {**given, "a": torch.zeros(5, dtype=torch.uint8)},
+        "strided": {**given, "b": torch.zeros(3, 4).T},
+        "negated view": {**given, "b": torch._neg_view(torch.zeros(4, 3))},
+        "another class": {**given, "b": torch.nn.Parameter(torch.zeros(4, 3))},
+        "another name": {"c": given["b"], "a": given["a"]},
+        "one more": {**given, "c": torch.zeros(1)},
+        "another order": {"a": given["a"], "b": given["b"]},
+    }
+    for what, changed in others.items():
+        assert tensors._recognise(changed, roster) is None, what
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 1)
+    assert tensors._recognise(given, roster) is None
