@@ -14,12 +14,13 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
 
 from deltackpt import Follower, Publisher, TensorTarget
+from deltackpt.cuda import Cuda
 
 Rows: TypeAlias = list[dict[str, object]]
 
@@ -95,7 +96,7 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 def run(
     form: str, density: float, gb: float, versions: int, store: Path, target: torch.device, ways: list[str]
 ) -> Rows:
-    """Publish `versions` steps in each way, a codec with ":mask" or without; return medians."""
+    """Publish `versions` steps in each way, see --way; two of masks, which are slow. Return medians."""
     source = torch.device("cuda", 0)
     trainer = make(form, gb, source)
     nbytes = sum(t.numel() * t.element_size() for t in trainer.values())
@@ -104,8 +105,11 @@ def run(
     found: Rows = []
     follower = None
     for way in ways:
-        codec, _, kind = way.partition(":")
-        publisher = Publisher(str(store), run_id="headline", anchors=False, codec=codec, form=kind or "sparse")
+        what, _, host = way.partition("@")
+        codec, _, kind = what.partition(":")
+        publisher = Publisher(
+            str(store), run_id="headline", anchors=False, codec=codec, form=kind or "sparse", host_base=bool(host)
+        )
         publisher.publish(trainer)
         follower = follower or Follower(str(store), TensorTarget(sampler))
         while (prepared := follower.prepare()) is not None:
@@ -114,7 +118,7 @@ def run(
         baseline = torch.cuda.memory_allocated(source)
         torch.cuda.reset_peak_memory_stats(source)
         rows = []
-        for version in range(1, versions + 1):
+        for version in range(1, 1 + (2 if kind else versions)):
             step(trainer, density, version)
             torch.cuda.synchronize()
             began = time.perf_counter()
@@ -181,14 +185,19 @@ class Products:
         return sum(begin <= t < end for t in self.done for begin, end in spans) / sum(e - b for b, e in spans)
 
 
-def overlap(gb: float, versions: int, store: Path) -> dict[str, object]:
-    """What a loop of matrix products keeps of its rate beside a publisher's background part, and beside a follower."""
+def overlap(gb: float, versions: int, store: Path, codec: str, *, on_device: bool) -> dict[str, object]:
+    """What a loop of matrix products keeps of its rate beside a publisher's background part, and beside a follower.
+
+    on_device: whether frames are decoded by nvCOMP, else on the CPU.
+    """
     device = torch.device("cuda", 0)
     trainer = make("bf16", gb, device)
     sampler = {n: torch.empty_like(t) for n, t in trainer.items()}
-    publisher = Publisher(str(store), run_id="headline", anchors=False)
+    publisher = Publisher(str(store), run_id="headline", anchors=False, codec=codec)
     publisher.publish(trainer)
-    follower = Follower(str(store), TensorTarget(sampler))
+    target = TensorTarget(sampler)
+    follower = Follower(str(store), target)
+    cast("Cuda", target.device(None)).nvcomp = on_device
     prepared = follower.prepare()
     assert prepared is not None
     prepared.apply()
@@ -211,10 +220,11 @@ def overlap(gb: float, versions: int, store: Path) -> dict[str, object]:
                 assert prepared is not None
                 staging.append((began, time.perf_counter()))
             prepared.apply()
+    staged_ms = statistics.median(end - begin for begin, end in staging) * 1e3
     rates = [products.rate(spans) for spans in (alone, background, staging)]
     publisher.close()
     return {
-        "gb": gb, "alone_per_s": round(rates[0], 1), "beside_publisher": round(rates[1] / rates[0], 3),
+        "codec": codec, "decoded": "GPU" if on_device else "CPU", "gb": gb, "staged_ms": round(staged_ms, 1), "alone_per_s": round(rates[0], 1), "beside_publisher": round(rates[1] / rates[0], 3),
         "beside_follower": round(rates[2] / rates[0], 3), "exact": equal(trainer, sampler),
     }  # fmt: skip
 
@@ -224,7 +234,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=44.0, help="bytes of model, in 10^9")
     parser.add_argument("--form", choices=("bf16", "nvfp4", "many", "one"), action="append")
-    parser.add_argument("--way", action="append", help="codec of the frames, with :mask for that form; default zstd")
+    parser.add_argument(
+        "--way",
+        action="append",
+        help="codec of the frames; with :mask for that form, with @host for a base in pinned memory; default zstd",
+    )
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--store", type=Path, default=Path("/dev/shm"), help="folder for the store")
     parser.add_argument("--overlap", action="store_true", help="what a loop of matrix products keeps of its rate")
@@ -234,11 +248,13 @@ def main() -> None:
     target = torch.device("cuda", 1 if options.two else 0)
     rows: Rows = []
     if options.overlap:
-        store = Path(tempfile.mkdtemp(prefix="deltackpt-headline-", dir=options.store))
-        try:
-            print(json.dumps(overlap(options.gb, options.versions, store)), flush=True)
-        finally:
-            shutil.rmtree(store, ignore_errors=True)
+        for codec, on_device in (("zstd", True), ("zstd", False), ("ans", True)):
+            store = Path(tempfile.mkdtemp(prefix="deltackpt-headline-", dir=options.store))
+            try:
+                print(json.dumps(overlap(options.gb, options.versions, store, codec, on_device=on_device)), flush=True)
+            finally:
+                shutil.rmtree(store, ignore_errors=True)
+            torch.cuda.empty_cache()
         return
     for form in options.form or ("bf16", "nvfp4"):
         store = Path(tempfile.mkdtemp(prefix="deltackpt-headline-", dir=options.store))

@@ -138,7 +138,7 @@ def measure(changed: float, *, nbytes: int = 256 << 20, repeats: int = 3) -> Cos
             deque(encode(layout, before, after, threads=1), maxlen=0)
             times.append(time.process_time())
             delta = reader.delta(1)
-            staged = device.stage(delta.tiling, delta.groups())
+            staged = device.stage_groups(delta.tiling, delta.groups())
             times.append(time.process_time())
             device.apply(delta.tiling, staged, before)
             device.apply(delta.tiling, staged, before)  # and back: the next try finds the weights as they were
