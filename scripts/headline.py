@@ -224,7 +224,8 @@ def overlap(gb: float, versions: int, store: Path, codec: str, *, on_device: boo
     rates = [products.rate(spans) for spans in (alone, background, staging)]
     publisher.close()
     return {
-        "codec": codec, "decoded": "GPU" if on_device else "CPU", "gb": gb, "staged_ms": round(staged_ms, 1), "alone_per_s": round(rates[0], 1), "beside_publisher": round(rates[1] / rates[0], 3),
+        "codec": codec, "decoded": "GPU" if on_device else "CPU", "gb": gb, "staged_ms": round(staged_ms, 1),
+        "alone_per_s": round(rates[0], 1), "beside_publisher": round(rates[1] / rates[0], 3),
         "beside_follower": round(rates[2] / rates[0], 3), "exact": equal(trainer, sampler),
     }  # fmt: skip
 
