@@ -623,11 +623,9 @@ class Device(Protocol):
 
     They are those that `hold` and `allocate` gave, or inside of what those gave: pointers, or numbers of the device's.
     detached: `encode` has read the new tensors when it returns, so that they may change while groups are made.
-    host_base: `allocate` gives memory that the host reads too.
     """
 
     detached: bool
-    host_base: bool
 
     def hold(self, tensors: Sequence[object]) -> tuple[object, U64]:
         """Return what is to be held as long as these contiguous tensors or arrays are used, and their addresses."""
@@ -671,7 +669,6 @@ class Cpu:
     """Tensors in host memory."""
 
     detached = False
-    host_base = True
     room = None
 
     def __init__(self, threads: int | None = None) -> None:

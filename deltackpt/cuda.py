@@ -13,6 +13,7 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -295,7 +296,7 @@ class Extraction:
     def __init__(self, layout: Layout, tables: _Tables, codec: int, form: str, threads: int | None) -> None:
         self.layout, self.tables, self.form = layout, tables, form
         self._codec, self._threads = codec, threads or backend.default_threads()
-        self._parts: list[tuple[_Columns, Callable[[], list[tuple[Frame, ...]]]]] = []
+        self._parts: list[tuple[_Columns, Callable[[], Future[list[tuple[Frame, ...]]]]]] = []
         self.fp: U64 = np.empty(0, np.uint64)
         self.changed: I64 = np.empty(0, np.int64)
 
@@ -312,8 +313,14 @@ class Extraction:
                 host = torch.empty(len(memory), dtype=torch.uint8, pin_memory=True).copy_(memory, non_blocking=True)
                 ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 ready.record()
-        work = partial(self._on_device, shape, columns) if on_device else partial(self._on_host, shape, host, ready)
-        self._parts.append((columns, work))
+        if on_device:
+            # At once: no thread of the CPU is busy with it, and few columns are on the device at a time.
+            made = backend.submit(1, partial(self._on_device, shape, columns))
+            self._parts.append((columns, lambda: made))
+        else:
+            # Not before the trainer may go on: threads that compress would hold up the one that extracts.
+            work = partial(self._on_host, shape, host, ready)
+            self._parts.append((columns, lambda: backend.submit(1, work)))
 
     def _on_host(self, shape: _Shape, host: torch.Tensor, ready: torch.cuda.Event) -> list[tuple[Frame, ...]]:
         """Compress on the CPU."""
@@ -351,8 +358,7 @@ class Extraction:
 
     def groups(self) -> Generator[EncodedGroup, None, None]:
         """Compress window after window, while the caller has the groups before; yields them, sorted."""
-        # Not earlier: threads that compress would hold up the one that extracts, and the trainer waits for that.
-        begun = [backend.submit(1, work) for _, work in self._parts]
+        begun = [begin() for _, begin in self._parts]
         try:
             for (columns, _), made in zip(self._parts, begun, strict=True):
                 for group, frames in zip(columns.group.tolist(), made.result(), strict=True):
@@ -620,8 +626,11 @@ def _decode_on_device(
         memory = torch.empty(max(1, shape.nbytes), dtype=torch.uint8, device=tables.device)
     else:
         memory = arena.device_memory(max(1, shape.nbytes), tables.device)
-    # Frames are read where they were fetched to: a copy on the device would only cost its memory.
-    stored = [torch.frombuffer(f.data, dtype=torch.uint8) for f in fetched]
+    host = [torch.frombuffer(f.data, dtype=torch.uint8) for f in fetched]
+    if engine is not None or (frames["codec"] == codecs.ZSTD).any():
+        stored = host  # slow decoders read in place as fast, and need the room that a copy would take
+    else:
+        stored = [memory.to(tables.device, non_blocking=True) for memory in host]
     sizes = np.array([len(s) for s in stored], np.int64)
     begins = np.cumsum(sizes) - sizes
     offset = np.repeat(begins, [int(k.sum()) for k in kept]) + frames["offset"].astype(np.int64)
@@ -639,7 +648,7 @@ def _decode_on_device(
                 scratch = arena.device_memory(need, tables.device)
             rows = (offset[some], nbytes[some], memory, place[some], raw[some])
             checks.append(nvcomp.decompress(codec, stored, *rows, backend=by, scratch=scratch))
-    return _Columns.of(shape, memory), list(stored), checks
+    return _Columns.of(shape, memory), [*host, *stored], checks
 
 
 def _require_columns(layout: Layout, tables: _Tables, frames: np.ndarray[Any, Any]) -> tuple[_Shape, I64]:
@@ -739,18 +748,15 @@ class Cuda:
 
     on: torch device, as text. engine: who decompresses what a Decompression Engine reads, out of memory that it
     reaches: nvcomp.HARDWARE, or nvcomp.CUDA, which goes the same way by kernels; None: kernels, and memory of torch.
-    host_base: `allocate` gives pinned host memory.
     Raises ConfigError, naming what to install, where it cannot work.
     """
 
     detached = True
 
-    def __init__(
-        self, on: str, threads: int | None = None, engine: int | None = None, *, host_base: bool = False
-    ) -> None:
+    def __init__(self, on: str, threads: int | None = None, engine: int | None = None) -> None:
         import torch
 
-        self.device, self.threads, self.engine, self.host_base = torch.device(on), threads, engine, host_base
+        self.device, self.threads, self.engine = torch.device(on), threads, engine
         if torch.version.hip is not None:
             raise ConfigError(f"tensors on {on}: an AMD GPU; move them to the CPU")
         if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
@@ -810,11 +816,7 @@ class Cuda:
         """See backend.Device."""
         import torch
 
-        if self.host_base:
-            # The kernels read and write it where it is, over PCIe.
-            memory = torch.empty(max(1, nbytes), dtype=torch.uint8, pin_memory=True)
-        else:
-            memory = torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device)
+        memory = torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device)
         return memory, memory.data_ptr()
 
     def copy(self, target: int, source: int, nbytes: int) -> None:

@@ -294,8 +294,7 @@ class Publisher:
     do not fit it are refused by name. Without it the first publish decides. anchors: make one in the background
     when it is due. The base, a copy of all published tensors, is held beside them, in host or device memory.
 
-    backend: see `tensors.choose`; choice: which it became and why, from the first publish on. host_base: with tensors
-    on an NVIDIA GPU, the base is in pinned host memory instead of a second copy on the GPU, and read over PCIe.
+    backend: see `tensors.choose`; choice: which it became and why, from the first publish on.
 
     group: the ranks of a sharded trainer; then every call is made by all of them, see `publish`, and the base is in
     host memory. frozen: with a group, what becomes of tensors of the serving checkpoint, or of the store, that no
@@ -320,17 +319,12 @@ class Publisher:
         group: Group | None = None,
         frozen: Literal["refuse", "carry"] = "refuse",
         backend: str = "auto",
-        host_base: bool = False,
     ) -> None:
         self._collective: Collective | None = None
         self._backend, self.choice = backend, cast("Choice | None", None)
         if group is not None:
             if backend not in ("auto", "cpu"):
                 raise ConfigError(f"backend {backend!r} with a group: ranks encode in host memory; leave it out")
-            if host_base:
-                raise ConfigError(
-                    "host_base with a group: the base of a rank is in host memory in any case; leave it out"
-                )
             from deltackpt.collective import Collective
 
             self._collective = Collective(
@@ -341,7 +335,7 @@ class Publisher:
         self._where, self._codec, self._form, self._anchors = url, codec, form, anchors
         self._serving = open_folder(serving) if serving is not None else None
         self._writer = Writer(open_store(url), run_id=run_id, resume=resume, new_lineage=new_lineage, threads=threads)
-        self._threads, self._host_base = threads, host_base
+        self._threads = threads
         self._side_files = self._writer.side_files(self._serving) if self._serving else ()
         self._base: _Base | None = None
         self._roster: Roster | None = None
@@ -412,7 +406,7 @@ class Publisher:
 
         if self._base is None:
             self.choice = choose(live.on, self._backend)
-            return self.choice.device(self._threads, host_base=self._host_base)
+            return self.choice.device(self._threads)
         assert self.choice is not None
         if self.choice.on != live.on:
             raise ConfigError(
@@ -634,7 +628,7 @@ class _Base:
 
     def in_host_memory(self) -> tuple[object, U64]:
         """Return memory of the host that holds the tensors, and their addresses in it."""
-        if self.device.host_base:
+        if isinstance(self.device, backend.Cpu):
             return self.memory, self.addresses
         host = np.empty(max(1, self.layout.total_bytes), np.uint8)
         begin = int(host.__array_interface__["data"][0])

@@ -7,6 +7,7 @@ applying and undoing are one life of the same tensors.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -164,20 +165,18 @@ class Choice:
     backend: str
     reason: str
 
-    def device(self, threads: int | None, *, host_base: bool = False) -> Device:
-        """Return the backend. host_base: see `Publisher`. Raises ConfigError, naming what is missing."""
+    def device(self, threads: int | None) -> Device:
+        """Return the backend. Raises ConfigError, naming what is missing."""
         if self.backend == "cpu":
             return Cpu(threads)
         if self.backend == "torch":
             from deltackpt.torchdevice import Torch
 
-            if host_base:
-                raise ConfigError(f"host_base with backend torch on {self.on}: its base is on the device; leave it out")
             return Torch(self.on, threads)
         from deltackpt.cuda import Cuda
         from deltackpt.nvcomp import HARDWARE
 
-        return Cuda(self.on, threads, HARDWARE if self.backend == "de" else None, host_base=host_base)
+        return Cuda(self.on, threads, HARDWARE if self.backend == "de" else None)
 
 
 def choose(on: str, backend: str = "auto") -> Choice:
@@ -651,21 +650,27 @@ def read_anchor(anchor: AnchorSource, device: Device, where: U64, threads: int |
         for run in np.split(np.arange(len(tensors)), np.flatnonzero(~together) + 1):
             if len(run):
                 key, begin = anchor.keys[number], int(offset[run[0]])
-                _read_to(anchor.store, key, begin, device, int(place[run[0]]), int(nbytes[run].sum()), threads)
+                _read_to(anchor.store, key, begin, device, int(place[run[0]]), nbytes[run].tolist(), threads)
 
 
 def _read_to(
-    store: Store, key: str, offset: int, device: Device, address: int, nbytes: int, threads: int | None
+    store: Store, key: str, offset: int, device: Device, address: int, sizes: Sequence[int], threads: int | None
 ) -> None:
-    """Read bytes of an object to an address of a device."""
+    """Read tensors that lie side by side, in an object and from an address of a device on."""
+    nbytes = sum(sizes)
     if isinstance(device, Cpu):
         read_chunks(store, key, memoryview(view(address, nbytes)).cast("B"), offset, threads)
         return
     bounce = np.empty(min(nbytes, _BOUNCE), np.uint8)
+    ends = np.cumsum(sizes)
     for begin in range(0, nbytes, _BOUNCE):
         part = bounce[: min(_BOUNCE, nbytes - begin)]
         read_chunks(store, key, memoryview(part).cast("B"), offset + begin, threads)
-        device.copy(address + begin, int(part.__array_interface__["data"][0]), len(part))
+        source = int(part.__array_interface__["data"][0])
+        # Neighbours may be allocations of their own, and no copy of a device goes over the end of one.
+        inside = ends[(ends > begin) & (ends < begin + len(part))].tolist()
+        for first, last in itertools.pairwise([begin, *inside, begin + len(part)]):
+            device.copy(address + first, source + first - begin, last - first)
 
 
 def restore_into(reader: Reader, version: int, device: Device, where: U64, plan: Plan | None = None) -> None:

@@ -71,7 +71,6 @@ class Torch:
     """
 
     detached = False
-    host_base = False
     room = None
 
     def __init__(self, on: str, threads: int | None = None) -> None:

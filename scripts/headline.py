@@ -105,11 +105,8 @@ def run(
     found: Rows = []
     follower = None
     for way in ways:
-        what, _, host = way.partition("@")
-        codec, _, kind = what.partition(":")
-        publisher = Publisher(
-            str(store), run_id="headline", anchors=False, codec=codec, form=kind or "sparse", host_base=bool(host)
-        )
+        codec, _, kind = way.partition(":")
+        publisher = Publisher(str(store), run_id="headline", anchors=False, codec=codec, form=kind or "sparse")
         publisher.publish(trainer)
         follower = follower or Follower(str(store), TensorTarget(sampler))
         while (prepared := follower.prepare()) is not None:
@@ -235,11 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=44.0, help="bytes of model, in 10^9")
     parser.add_argument("--form", choices=("bf16", "nvfp4", "many", "one"), action="append")
-    parser.add_argument(
-        "--way",
-        action="append",
-        help="codec of the frames; with :mask for that form, with @host for a base in pinned memory; default zstd",
-    )
+    parser.add_argument("--way", action="append", help="codec of the frames; with :mask for that form; default zstd")
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--store", type=Path, default=Path("/dev/shm"), help="folder for the store")
     parser.add_argument("--overlap", action="store_true", help="what a loop of matrix products keeps of its rate")

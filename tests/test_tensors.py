@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +14,10 @@ from deltackpt import backend, tensors
 from deltackpt.arena import Capability
 from deltackpt.errors import ChainError, ConfigError, IntegrityError, Poisoned
 from deltackpt.follow import Follower, Prepared
+from deltackpt.kernels import view
 from deltackpt.publish import Publisher
+from deltackpt.reader import Reader
+from deltackpt.store import open_store
 from deltackpt.tensors import Choice, TensorTarget, choose, collect, find_twins
 
 torch = pytest.importorskip("torch")
@@ -506,9 +509,9 @@ def test_auto_takes_what_the_device_allows_and_says_why(monkeypatch: pytest.Monk
         assert choose("cuda:0") == Choice("cuda:0", name, reason)
 
 
-@pytest.mark.parametrize("name", ["cpu", "torch"])
-def test_backend_that_can_work_there_is_taken_by_name(name: str) -> None:
-    assert choose("cpu", name) == Choice("cpu", backend, "asked for by name")
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_backend_that_can_work_there_is_taken_by_name(backend: str) -> None:
+    assert choose("cpu", backend) == Choice("cpu", backend, "asked for by name")
 
 
 @pytest.mark.parametrize(
@@ -540,12 +543,6 @@ def test_target_and_publisher_refuse_a_backend_before_anything_is_written(store:
     publish(store, {"w": torch.zeros(2)})
     with pytest.raises(ConfigError, match="backend cuda"):
         Follower(str(store), TensorTarget({"w": torch.zeros(2)}, backend="cuda")).prepare()
-
-
-def test_base_on_the_host_is_refused_where_the_backend_cannot_have_one(store: Path) -> None:
-    message = "host_base with backend torch on cpu: its base is on the device; leave it out"
-    with Publisher(str(store), backend="torch", host_base=True) as publisher, pytest.raises(ConfigError, match=message):
-        publisher.publish({"w": torch.zeros(2)})
 
 
 # ---------------------------------------------------------------- looked up outside the pause
@@ -604,3 +601,27 @@ def test_tensors_that_look_as_before_are_recognised_and_no_others(monkeypatch: p
         assert tensors._recognise(changed, roster) is None, what
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 1)
     assert tensors._recognise(given, roster) is None
+
+
+def test_anchor_reaches_a_device_by_copies_that_stay_inside_one_tensor(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = {f"t{i}": torch.full((n,), i + 1, dtype=torch.uint8) for i, n in enumerate((5, 11, 3, 40))}
+    with Publisher(str(store), anchors=False) as publisher:
+        publisher.publish(trainer)
+    memory = np.zeros(59, np.uint8)
+    begin = int(memory.__array_interface__["data"][0])
+    begins = np.array([0, 5, 16, 19], np.uint64)
+    copies: list[tuple[int, int]] = []
+
+    class Other:
+        def copy(self, target: int, source: int, nbytes: int) -> None:
+            copies.append((target - begin, nbytes))
+            view(target, nbytes)[:] = view(source, nbytes)
+
+    monkeypatch.setattr(tensors, "_BOUNCE", 14)
+    reader = Reader(open_store(str(store)))
+    reader.load()
+    tensors.read_anchor(reader.anchor(0), cast("tensors.Device", Other()), begins + np.uint64(begin), 1)
+    assert memory.tolist() == [1] * 5 + [2] * 11 + [3] * 3 + [4] * 40
+    assert copies == [(0, 5), (5, 9), (14, 2), (16, 3), (19, 9), (28, 14), (42, 14), (56, 3)]
