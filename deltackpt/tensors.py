@@ -209,7 +209,10 @@ def _choose_engine(on: str) -> Choice:
 
     from deltackpt import arena, libnvcomp
 
-    found = arena.capability(torch.device(on))
+    try:
+        found = arena.capability(torch.device(on))
+    except ConfigError as exc:
+        return Choice(on, "cuda", f"an NVIDIA GPU; whether it has a Decompression Engine is not known: {exc}")
     if not found.mask:
         return Choice(on, "cuda", "an NVIDIA GPU; the driver reports no Decompression Engine")
     if not libnvcomp.installed():

@@ -471,7 +471,7 @@ def test_doctor_says_in_one_line_that_there_is_no_gpu(root: Path, monkeypatch: p
 
 def test_doctor_shows_what_a_decompression_engine_was_seen_to_do(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    from deltackpt import arena, trial
+    from deltackpt import arena, libnvcomp, trial
 
     asked = []
 
@@ -487,11 +487,13 @@ def test_doctor_shows_what_a_decompression_engine_was_seen_to_do(root: Path, mon
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(arena, "capability", lambda _device: arena.Capability(7, 4 << 20))
     monkeypatch.setattr(trial, "probe", probe)
+    monkeypatch.setattr(libnvcomp, "installed", lambda: True)
     (gpu,) = answer("doctor")["gpus"]  # type: ignore[misc]  # a list
     assert asked == [("cuda:0", 1)]
     assert {k: v for k, v in gpu.items() if k not in ("nvcomp", "torch")} == {
         "device": "cuda:0", "name": "NVIDIA B200", "bytes_memory": 180 << 30, "driver": "580.65.06",
-        "backend_asked": "auto", "backend": "cuda", "reason": "an NVIDIA GPU",
+        "backend_asked": "auto", "backend": "de",
+        "reason": "the driver reports a Decompression Engine for deflate, lz4, snappy",
         "engine_mask": 7, "engine_reads": ["deflate", "lz4", "snappy"], "bytes_engine_limit": 4 << 20,
         "trial": "16 frames came out right", "trial_by": "hardware", "trial_codecs": ["deflate", "lz4"],
         "bytes_trial_stored": 50_000, "bytes_trial_raw": 4 << 20,
@@ -506,6 +508,8 @@ def test_doctor_shows_what_a_decompression_engine_was_seen_to_do(root: Path, mon
     monkeypatch.setattr(arena, "capability", none)
     (gpu,) = answer("doctor")["gpus"]  # type: ignore[misc]  # a list
     assert gpu["trial"] == "no driver for cuda:0; install it"
+    assert gpu["backend"] == "cuda"
+    assert str(gpu["reason"]).endswith("Decompression Engine is not known: no driver for cuda:0; install it")
 
 
 def test_backends_of_the_command_line_are_those_of_the_package() -> None:
