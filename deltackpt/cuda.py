@@ -141,6 +141,7 @@ class _Tables:
         self.device, self.put, self.room = device, put, _ROOM
         self.group_tiles = np.array([g.tiles for g in groups], np.int64)
         self.group_width = np.array([g.width for g in groups], np.int64)
+        self.group_elements = np.array([int(g.count.sum()) for g in groups], np.int64)
         self.rows = (put(tile_row), put(tile_index), put(self.count), put(self.start))
         self.row_width = put(self.width.astype(np.uint8))
         lengths = np.concatenate([g.tile_lengths for g in groups]) if groups else np.empty(0, np.int64)
@@ -617,8 +618,6 @@ def _decode_on_device(
     """
     import torch
 
-    from deltackpt import nvcomp
-
     kept = [~np.isin(f.index.frames["group"], groups) for f, groups in zip(fetched, left_out, strict=True)]
     frames = np.concatenate([np.empty(0, FRAME), *(f.index.frames[k] for f, k in zip(fetched, kept, strict=True))])
     shape, place = _require_columns(layout, tables, frames)
@@ -630,7 +629,7 @@ def _decode_on_device(
     if engine is not None or (frames["codec"] == codecs.ZSTD).any():
         stored = host  # slow decoders read in place as fast, and need the room that a copy would take
     else:
-        stored = [memory.to(tables.device, non_blocking=True) for memory in host]
+        stored = [shard.to(tables.device, non_blocking=True) for shard in host]
     sizes = np.array([len(s) for s in stored], np.int64)
     begins = np.cumsum(sizes) - sizes
     offset = np.repeat(begins, [int(k.sum()) for k in kept]) + frames["offset"].astype(np.int64)
@@ -672,7 +671,8 @@ def _require_columns(layout: Layout, tables: _Tables, frames: np.ndarray[Any, An
     for first, number, size in ((GAP, np.full(len(numbers), 2), k), (VALUE, width, k), (DENSE, width, d)):
         for p in range(8 if first != GAP else 2):
             due[:, first + p] = np.where(p < number, size, 0)
-    wrong = (planes != due).any(axis=1) | (k + d == 0)
+    # Before room is made for what frames announce.
+    wrong = (planes != due).any(axis=1) | (k + d == 0) | (k + d > tables.group_elements[numbers])
     uneven = (raw != PLANE_FRAME) & ~(last & (raw > 0) & (raw < PLANE_FRAME))
     uneven |= (frames["block"] != 0) | (frames["codec"] == codecs.RAW) & (frames["stored"] != frames["raw"])
     uneven |= frames["codec"] >= len(codecs.NAMES)

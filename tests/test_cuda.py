@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the CUDA backend works on torch tensors")
 
-from deltackpt import cuda  # noqa: E402 - after the check for torch
-from deltackpt.errors import ConfigError  # noqa: E402
+from deltackpt import backend, codec, cuda  # noqa: E402 - after the check for torch
+from deltackpt.errors import ConfigError, FormatError  # noqa: E402
 from deltackpt.layout import TILE, Layout  # noqa: E402
+from deltackpt.shard import FRAME, EncodedGroup, assemble, parse_index  # noqa: E402
 
 SOURCE = Path(cuda.__file__).with_name("kernels.cu").read_text()
 
@@ -87,6 +89,68 @@ def test_windows_are_whole_groups_of_one_width(monkeypatch: pytest.MonkeyPatch) 
     layout = Layout(["a", "b"], ["U8", "BF16"], [(6 * TILE,), (2 * TILE,)])
     assert [g.width for g in layout.groups] == [1, 1, 1, 2, 2]
     assert list(cuda._windows(layout)) == [range(0, 2), range(2, 3), range(3, 5)]
+
+
+def encoded(density: float) -> tuple[Layout, list[EncodedGroup], np.ndarray[Any, Any]]:
+    """Groups of two widths in which some tiles are dense, and their FRAME records."""
+    layout = Layout(["a", "b"], ["U8", "BF16"], [(40 * TILE + 5,), (50 * TILE,)])
+    rng = np.random.default_rng(1)
+    old = [rng.integers(0, 256, int(n), np.uint8) for n in layout.nbytes]
+    new = [c ^ (rng.random(len(c)) < density) * rng.integers(1, 256, len(c), np.uint8) for c in old]
+    for content, before in zip(new, old, strict=True):
+        content[: 2 * TILE] = before[: 2 * TILE] ^ 1
+    sides = [np.array([c.__array_interface__["data"][0] for c in side], np.uint64) for side in (old, new)]
+    groups = list(backend.encode(layout, *sides, threads=1))
+    image = assemble("data/shard", groups)
+    data = b"".join(bytes(part) for part in image.parts)
+    return layout, groups, parse_index(image.shard, memoryview(data), layout).frames
+
+
+@pytest.mark.parametrize("density", [0.001, 0.2])
+def test_frames_go_where_the_planes_of_their_group_lie(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (backend, cuda):
+        monkeypatch.setattr(module, "PLANE_FRAME", 1 << 14)
+    layout, groups, frames = encoded(density)
+    tables = cuda._tables(layout, torch.device("cpu"))
+    shape, place = cuda._require_columns(layout, tables, frames)
+    memory = np.zeros(shape.nbytes, np.uint8)
+    all_frames = [frame for group in groups for frame in group.frames]
+    assert (max(sum(f.plane == 8 for f in g.frames) for g in groups) > 2) == (density > 0.1)
+    for begin, frame in zip(place.tolist(), all_frames, strict=True):
+        memory[begin : begin + frame.raw] = np.frombuffer(codec.decode(frame.codec, frame.stored, frame.raw), np.uint8)
+    for row, group in enumerate(groups):
+        expected = backend.decode_columns(layout, group.group, group.frames)
+        found = cuda._host_columns(layout.groups[group.group], shape.planes(row, memory))
+        for mine, theirs in zip(vars(found).values(), vars(expected).values(), strict=True):
+            assert np.array_equal(mine, theirs)
+    # The same planes, cut again, are the same frames.
+    row, plane, begin, nbytes = shape.frames()
+    assert plane.tolist() == [f.plane for f in all_frames]
+    assert nbytes.tolist() == [f.raw for f in all_frames]
+    assert begin.tolist() == place.tolist()
+
+
+@pytest.mark.parametrize(
+    ("field", "plane", "value"),
+    [("raw", 0, 1), ("raw", 1, 5), ("raw", 8, 0), ("block", 2, 1), ("plane", 8, 9), ("plane", 16, 40), ("codec", 1, 6)],
+)
+def test_frames_that_make_up_no_columns_are_refused_before_room_is_made(field: str, plane: int, value: int) -> None:
+    layout, _, frames = encoded(0.001)
+    tables = cuda._tables(layout, torch.device("cpu"))
+    wrong = frames.copy()
+    wrong[field][np.flatnonzero(frames["plane"] == plane)[0]] = value
+    with pytest.raises(FormatError, match=r"group 0 \(a\): frames of .* do not make up its columns"):
+        cuda._require_columns(layout, tables, wrong)
+
+
+def test_group_with_more_changes_than_elements_is_refused_before_room_is_made() -> None:
+    layout = Layout(["a"], ["U8"], [(TILE,)])
+    tables = cuda._tables(layout, torch.device("cpu"))
+    frames = np.zeros(4, FRAME)
+    frames["plane"], frames["raw"], frames["stored"] = [0, 1, 2, 8], [2, TILE + 1, TILE + 1, TILE + 1], 1
+    frames["codec"] = codec.ZSTD
+    with pytest.raises(FormatError, match=r"group 0 \(a\)"):
+        cuda._require_columns(layout, tables, frames)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
