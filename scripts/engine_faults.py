@@ -241,6 +241,7 @@ def _inject(folder: Path, flag: str) -> None:
 @click.option("--route", "routes", multiple=True, default=("plugin", "reload"), show_default=True)
 def main(models: tuple[str, ...], routes: tuple[str, ...]) -> None:
     """Fail at every request to a real vLLM, and hold what it serves against fresh loads."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the server ends with its test
     failed = False
     with tempfile.TemporaryDirectory() as top:
         for kind in models:

@@ -298,6 +298,7 @@ def main(
     if fresh_of is not None:
         fresh(fresh_of, versions, ranks)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the server ends with its test
     failed = False
     with contextlib.ExitStack() as stack:
         top = work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
