@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -47,6 +48,16 @@ def cases(tmp_path: Path) -> Callable[[str], Path]:
 # ---------------------------------------------------------------- S3 servers, started when the first test needs them
 
 
+@pytest.fixture(scope="session")
+def s3_described() -> Iterator[None]:
+    """Let boto3 and s3fs read what S3's requests look like once, not for every client: it took most of their time."""
+    import botocore.session
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(botocore.session, "create_loader", functools.cache(botocore.session.create_loader))
+        yield
+
+
 def _server(
     start: Callable[[Path], contextlib.AbstractContextManager[servers.Server]], factory: pytest.TempPathFactory
 ) -> Iterator[servers.Server]:
@@ -55,13 +66,13 @@ def _server(
 
 
 @pytest.fixture(scope="session")
-def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory, s3_described: None) -> Iterator[servers.Server]:
     """SeaweedFS: a real S3 server."""
     yield from _server(servers.seaweedfs, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def moto() -> Iterator[servers.Server]:
+def moto(s3_described: None) -> Iterator[servers.Server]:
     """moto: a mock of S3."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     with servers.moto() as server:
@@ -69,6 +80,6 @@ def moto() -> Iterator[servers.Server]:
 
 
 @pytest.fixture(scope="session")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+def rclone(tmp_path_factory: pytest.TempPathFactory, s3_described: None) -> Iterator[servers.Server]:
     """A server that ignores conditional writes."""
     yield from _server(servers.rclone, tmp_path_factory)

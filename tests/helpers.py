@@ -28,6 +28,7 @@ REPOSITORY = Path(deltackpt.__file__).parent.parent
 
 Expect = dict[str, Any]
 """The expect.json of a case."""
+State = tuple[object, ...]
 
 
 def expected(root: Path) -> Expect:
@@ -70,6 +71,12 @@ def cli_good(*arguments: str | Path) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- states
+
+
+def state_of(root: Path) -> State:
+    """Return all that a folder holds, in a form that can be compared."""
+    folders = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_dir() and not p.is_symlink())
+    return (*folders, *make_cases.tree_digest(root).items())
 
 
 def holder(local: Path) -> Path:

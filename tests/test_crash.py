@@ -28,7 +28,7 @@ import make_cases
 import numpy as np
 import pytest
 from faults import FaultStore
-from helpers import cli_run
+from helpers import State, cli_run, state_of
 
 from deltackpt.anchor import make_anchor
 from deltackpt.checkpoint import open_folder
@@ -40,13 +40,6 @@ from deltackpt.store import LocalStore
 from deltackpt.verify import verify_folder, verify_store
 
 Digest = dict[str, list[Any]]
-State = tuple[object, ...]
-
-
-def state_of(root: Path) -> State:
-    """Return all that a folder holds, in a form that can be compared."""
-    folders = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_dir() and not p.is_symlink())
-    return (*folders, *make_cases.tree_digest(root).items())
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 
 import make_cases
 import pytest
-from helpers import cli_good, cli_run, errors, exact, expected, holds, recorded, visible
+from helpers import State, cli_good, cli_run, errors, exact, expected, holds, recorded, state_of, visible
 from processes import Server as Children
 from servers import BUCKET, ENVIRONMENT, Fault, Proxy, Server, proxy
 from watching import Hiding, Told, follow
@@ -297,7 +298,10 @@ def at(number: int, fault: Fault) -> Callable[[int, str], Fault]:
 def test_fault_at_any_request_of_a_publish_ends_in_the_version_or_a_named_error(
     trial: Trial, chain: Path, tmp_path: Path, fault: Fault
 ) -> None:
-    """And the next publish works: the trainer is never told of a version that is not there, or the other way round."""
+    """And the next publish works: the trainer is never told of a version that is not there, or the other way round.
+
+    Where a fault left the same in the bucket as one before it, and nothing new on this host, what follows is the same.
+    """
     expect, store, dest = expected(chain), trial.store(), tmp_path / "dest"
     publish(store, chain / "v1")
     publish(store, chain / "v2", base=str(chain / "v1"))
@@ -306,8 +310,11 @@ def test_fault_at_any_request_of_a_publish_ends_in_the_version_or_a_named_error(
     requests, head, held = len(trial.faults.requests), 2, 1
     assert requests > 5
     ended: dict[str, int] = {}
+    followed = set[tuple[str, ...]]()
+    host = Path(os.environ["XDG_STATE_HOME"])
     for number in range(1, requests + 1):
         new = 3 - held
+        objects, records = set(store.keys("data/")), state_of(host)
         trial.faults.reset(at(number, fault))
         try:
             how = str(publish(store, chain / f"v{new}", base=str(chain / f"v{held}")) == head + 1)
@@ -320,6 +327,10 @@ def test_fault_at_any_request_of_a_publish_ends_in_the_version_or_a_named_error(
         assert found.head is not None
         if found.head.manifest.version == head:
             assert how != "True"
+            left = tuple(sorted(key.rpartition("/")[2] for key in objects ^ set(store.keys("data/"))))
+            if left in followed and state_of(host) == records:
+                continue
+            followed.add(left)
             assert publish(store, chain / f"v{new}", base=str(chain / f"v{held}")) == head + 1
         head, held = head + 1, new
         assert pull(store, dest) == head
@@ -333,6 +344,7 @@ def test_fault_at_any_request_of_a_publish_ends_in_the_version_or_a_named_error(
 def test_fault_at_any_request_of_a_pull_leaves_the_old_version_or_the_new_one(
     trial: Trial, chain: Path, tmp_path: Path, fault: Fault
 ) -> None:
+    """And the next pull works; it is made once for each state that is left, one request is made after every fault."""
     expect, store = expected(chain), trial.store()
     for version in range(3):
         publish(store, chain / f"v{version}", base=str(chain / f"v{version - 1}") if version else None)
@@ -345,6 +357,7 @@ def test_fault_at_any_request_of_a_pull_leaves_the_old_version_or_the_new_one(
     pull(store, tmp_path / "count")
     delta = len(trial.faults.requests)
     for begin, requests, version in ((None, fresh, 1), (old, delta, 2)):
+        followed = set[State]()
         for number in range(1, requests + 1):
             dest = tmp_path / f"{version}-{number}"
             if begin is not None:
@@ -358,8 +371,11 @@ def test_fault_at_any_request_of_a_pull_leaves_the_old_version_or_the_new_one(
                 assert not list(dest.glob("*.safetensors"))
             else:
                 holds(dest, expect, f"v{recorded(dest)}")
-            pull(store, dest, version)
-            exact(dest, expect, version)
+            assert store.size("store.json") > 0
+            if (left := state_of(dest)) not in followed:
+                followed.add(left)
+                pull(store, dest, version)
+                exact(dest, expect, version)
 
 
 @pytest.mark.parametrize("fault", ["busy", "refuse", "reset", "lost", "truncate", "expired"])
