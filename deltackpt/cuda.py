@@ -1,9 +1,10 @@
 """The CUDA backend: the same calls as `backend`, for tensors on an NVIDIA GPU.
 
-Changes are extracted, applied and fingerprinted on the device, by one launch for all tensors; frames are compressed and
-decompressed on the CPU while the device goes on. Memory of its own: tables of 10 bytes a tile, two windows
-of changes, and the columns of what is published or staged. The only module that needs cuda-core; torch owns all device
-memory. Longer than most modules: the tables, windows and launches of a device are of no use apart.
+Changes are extracted, put in order, applied and fingerprinted on the device, by one launch for all tensors of a window
+or of a version. Frames are compressed on the CPU or by nvCOMP, and decompressed by nvCOMP, by a Decompression Engine or
+on the CPU. Memory of its own: tables of 10 bytes a tile, two windows of changes, the columns of what is published or
+staged, and what nvCOMP works in. The only module that needs cuda-core besides `nvcomp`; torch owns the memory, but
+for arenas. Longer than most modules: the tables, windows and launches of a device are of no use apart.
 """
 
 from __future__ import annotations
