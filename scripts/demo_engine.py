@@ -62,8 +62,8 @@ def new_model(seed: int, dtype: str = "bfloat16") -> "LlamaForCausalLM":
         num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
     )  # fmt: skip
     # Untyped in transformers.
-    model: LlamaForCausalLM = LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
-    model.eval()  # type: ignore[no-untyped-call]
+    model: LlamaForCausalLM = LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
+    model.eval()
     return model
 
 
@@ -145,7 +145,7 @@ def _sample(store: str, saved: Path, reports: Connection, stop: threading.Event)
 
     from deltackpt import Follower, TensorTarget
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own gap
+    logging.disable_progress_bar()
     # Other random weights than the trainer's: every bit that is right afterwards has come through the store.
     sampler = Sampler(new_model(seed=1))
     seen = at_pause = 0
@@ -201,7 +201,7 @@ def train(store: str, saved: Path, *, steps: int, lr: float) -> "list[tuple[Mani
     from deltackpt import Publisher
     from deltackpt.callbacks import serving_weights
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own gap
+    logging.disable_progress_bar()
     # The trainer works in fp32; what is published is its rounding to bf16, as an RL trainer does it.
     master, serving = new_model(seed=0, dtype="float32").train(), new_model(seed=0)
     serving.load_state_dict(master.state_dict())

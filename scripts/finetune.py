@@ -78,7 +78,7 @@ def finetune(steps: int, *, lr: float = 1e-6) -> "Iterator[tuple[dict[str, Tenso
     from transformers import AutoTokenizer, BertModel
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers' own gap
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     folder = model_folder()
     batch = AutoTokenizer.from_pretrained(folder)(list(SENTENCES), padding=True, return_tensors="pt")
