@@ -44,7 +44,7 @@ _WINDOW = 4 << 30
 _ROOM = 1 / 64
 """Share of a window's elements for which room is made at first; a window with more changes is extracted again."""
 _SPARE = 1.25
-"""Room that is made from then on, in terms of what was needed last."""
+"""Room that is made for a window from then on, in terms of what it needed last."""
 _ON_DEVICE = (codecs.ANS, codecs.DEFLATE, codecs.LZ4, codecs.SNAPPY)
 """Codecs of which columns are compressed on the device; the zstd of a CPU makes smaller frames as fast."""
 
@@ -139,7 +139,9 @@ class _Tables:
             signed = array if array.itemsize == 1 else array.view(f"<i{array.itemsize}")
             return torch.from_numpy(signed).to(device)
 
-        self.device, self.put, self.room = device, put, _ROOM
+        self.device, self.put = device, put
+        self.needed: dict[int, tuple[int, int]] = {}
+        """Sparse changes and dense elements that the window beginning with a group had last."""
         self.group_tiles = np.array([g.tiles for g in groups], np.int64)
         self.group_width = np.array([g.width for g in groups], np.int64)
         self.group_elements = np.array([int(g.count.sum()) for g in groups], np.int64)
@@ -202,23 +204,23 @@ class _Shape:
         inside = self.gaps[row] + np.where(plane < DENSE, sparse, dense)
         return self.begin[row] + np.where(plane == COUNTS, 0, inside)
 
+    def sizes(self, row: int) -> dict[int, int]:
+        """Return the bytes of each plane of a group, by number, sorted; empty ones too."""
+        width = int(self.width[row])
+        found = {COUNTS: 2 * int(self.tiles[row])}
+        found |= dict.fromkeys((GAP, GAP + 1, *range(VALUE, VALUE + width)), int(self.k[row]))
+        return found | dict.fromkeys(range(DENSE, DENSE + width), int(self.d[row]))
+
     def planes(self, row: int, memory: U8) -> dict[int, U8]:
         """Return the planes of a group that are not empty, by number, sorted."""
-        width, k, d = int(self.width[row]), int(self.k[row]), int(self.d[row])
-        sizes = {COUNTS: 2 * int(self.tiles[row])}
-        sizes |= dict.fromkeys((GAP, GAP + 1, *range(VALUE, VALUE + width)), k)
-        sizes |= dict.fromkeys(range(DENSE, DENSE + width), d)
+        sizes = self.sizes(row)
         plane = np.array(list(sizes), np.int64)
         begins = self.plane_begin(np.full(len(plane), row), plane).tolist()
         return {p: memory[b : b + n] for (p, n), b in zip(sizes.items(), begins, strict=True) if n}
 
     def frames(self) -> tuple[I64, I64, I64, I64]:
         """Return how all planes are cut into frames: row in `group`, plane, where it begins in the memory, bytes."""
-        planes: list[tuple[int, int, int]] = []
-        for r, (tiles, width, k, d) in enumerate(np.stack((self.tiles, self.width, self.k, self.d), 1).tolist()):
-            planes.append((r, COUNTS, 2 * tiles))
-            planes += [(r, p, k) for p in (GAP, GAP + 1, *range(VALUE, VALUE + width))]
-            planes += [(r, p, d) for p in range(DENSE, DENSE + width)]
+        planes = [(r, plane, n) for r in range(len(self.group)) for plane, n in self.sizes(r).items()]
         row, plane, nbytes = np.array(planes, np.int64).reshape(-1, 3).T
         cuts = -(-nbytes // PLANE_FRAME)
         of = np.repeat(np.arange(len(nbytes)), cuts)
@@ -308,21 +310,19 @@ class Extraction:
 
         stream = _stream(self.tables.device, "publish")
         stream.wait_stream(torch.cuda.current_stream())
-        on_device = self.form == "sparse" and self._codec in _ON_DEVICE and libnvcomp.installed()
-        if not on_device:
-            with torch.cuda.stream(stream):
-                memory = columns.held[0]
-                host = torch.empty(len(memory), dtype=torch.uint8, pin_memory=True).copy_(memory, non_blocking=True)
-                ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                ready.record()
-        if on_device:
-            # At once: no thread of the CPU is busy with it, and few columns are on the device at a time.
+        if self.form == "sparse" and self._codec in _ON_DEVICE and libnvcomp.installed():
+            # At once: no thread of the CPU is busy with it.
             made = backend.submit(1, partial(self._on_device, shape, columns))
             self._parts.append((columns, lambda: made))
-        else:
-            # Not before the trainer may go on: threads that compress would hold up the one that extracts.
-            work = partial(self._on_host, shape, host, ready)
-            self._parts.append((columns, lambda: backend.submit(1, work)))
+            return
+        with torch.cuda.stream(stream):
+            memory = columns.held[0]
+            host = torch.empty(len(memory), dtype=torch.uint8, pin_memory=True).copy_(memory, non_blocking=True)
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            ready.record()
+        # Not before the trainer may go on: threads that compress would hold up the one that extracts.
+        work = partial(self._on_host, shape, host, ready)
+        self._parts.append((columns, lambda: backend.submit(1, work)))
 
     def _on_host(self, shape: _Shape, host: torch.Tensor, ready: torch.cuda.Event) -> list[tuple[Frame, ...]]:
         """Compress on the CPU."""
@@ -430,7 +430,6 @@ def extract(
     sides = (tables.row_addresses(old), tables.row_addresses(new))
     sums = (_zeros(len(tables.tensor), device, torch.int64), _zeros(len(tables.tensor), device, torch.int64))
     waiting: _Window | None = None
-    used = 0.0
     # The device extracts the next window while this thread reads the sums of the one before.
     for groups in itertools.chain(_windows(layout), [None]):
         window = None if groups is None else _Window(layout, tables, groups)
@@ -438,9 +437,7 @@ def extract(
             window.extract(kernels, sides, sums)
         if waiting is not None and (found := waiting.compact(kernels, sides, sums)) is not None:
             result.add(*found)
-            used = max(used, int(found[0].k.sum()) / waiting.elements)
         waiting = window
-    tables.room = _SPARE * used
     result.fp = sums[0].cpu().numpy().view(np.uint64)
     result.changed = sums[1].cpu().numpy()
     return result
@@ -466,9 +463,9 @@ class _Window:
         self.width = layout.groups[groups.start].width
         self.first, last = int(tables.tile_begin[groups.start]), int(tables.tile_begin[groups.stop])
         self.tiles = last - self.first
-        self.elements = sum(int(layout.groups[g].count.sum()) for g in groups)
-        self.room = int(self.elements * tables.room) + TILE
-        self.dense_room = 0
+        elements = int(tables.group_elements[groups.start : groups.stop].sum())
+        k, d = tables.needed.get(groups.start, (int(_ROOM * elements), 0))
+        self.room, self.dense_room = int(_SPARE * k) + TILE, int(_SPARE * d)
 
     def extract(self, kernels: _Kernels, sides: _Pair, sums: _Pair) -> None:
         """Launch; the sums per group are on their way to the host when this returns."""
@@ -513,6 +510,7 @@ class _Window:
             for per_row in sums:
                 per_row[rows] = 0
             self.extract(kernels, sides, sums)
+        tables.needed[self.groups.start] = int(k[-1]), int(d[-1])
         k, d = np.diff(k, prepend=0), np.diff(d, prepend=0)
         touched = np.flatnonzero((k > 0) | (d > 0))
         if not len(touched):
@@ -553,10 +551,12 @@ class StagedColumns:
 
     def wait(self) -> None:
         """Return when everything is in device memory and checked. Raises FormatError for columns that do not fit."""
+        # Before the checks: when one of them raises, nothing that is freed is still being read.
+        with nvcomp.fatal("staging"):
+            self._done.synchronize()
+        self._held.clear()
         for check in self._checks:
             check.wait()
-        self._done.synchronize()
-        self._held.clear()
         group, tile = self._bad.tolist()
         if group >= 0:
             number = int(self._launch.columns.group[group])
@@ -602,7 +602,12 @@ def stage(
         ]
         on_host = ((g, one.frames(g)) for one, groups in zip(fetched, wrapped, strict=True) for g in groups.tolist())
         columns, held = _decode_on_host(layout, tables, on_host, threads)
-        decoded, more, checks = _decode_on_device(layout, tables, fetched, wrapped, engine)
+        try:
+            decoded, more, checks = _decode_on_device(layout, tables, fetched, wrapped, engine)
+        except BaseException:
+            # What a decoder still reads must not be freed, and then be something else.
+            torch.cuda.current_stream().synchronize()
+            raise
         return StagedColumns(layout, tables, _Columns.joined([decoded, columns]), held + more, checks)
 
 
@@ -725,9 +730,10 @@ def apply(staged: StagedColumns, tensors: U64, meanwhile: Callable[[], None] = l
 
     tables = staged.tables
     fp = _zeros(len(tables.tensor), tables.device, torch.int64)
-    staged.apply(tables.row_addresses(tensors), fp)
-    meanwhile()
-    return tables.per_tensor(staged.layout, fp)
+    with nvcomp.fatal("applying"):
+        staged.apply(tables.row_addresses(tensors), fp)
+        meanwhile()
+        return tables.per_tensor(staged.layout, fp)
 
 
 def fingerprints(layout: Layout, tensors: U64, device: torch.device) -> U64:

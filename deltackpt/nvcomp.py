@@ -79,7 +79,7 @@ def _copy_kernel(index: int) -> Any:
 
 
 @contextmanager
-def _fatal(what: str) -> Iterator[None]:
+def fatal(what: str) -> Iterator[None]:
     """Turn an error of the device, of this work or of earlier work, into Poisoned."""
     try:
         yield
@@ -226,7 +226,7 @@ def compress(codec: int, raw: torch.Tensor, offset: I64, nbytes: I64, *, algorit
     what = f"frames to compress with {codecs.NAMES[codec]}"
     _require_frames(what, raw, offset, nbytes, disjoint=False)
     queue = Queue(raw.device)
-    with _fatal(what), queue.current():
+    with fatal(what), queue.current():
         n, longest = len(offset), int(nbytes.max())
         options = form.compress_options(algorithm)
         page = aligned(library.ask(form, "CompressGetMaxOutputChunkSize", longest, options, None))
@@ -297,7 +297,7 @@ class Check:
         Raises IntegrityError where nvCOMP reports no success, FormatError where a frame has another length than is due,
         Poisoned for a CUDA error.
         """
-        with _fatal(self.what):
+        with fatal(self.what):
             self.event.synchronize()
         actual, statuses = self.results.numpy()
         _require_statuses(self.what, statuses)
@@ -345,7 +345,7 @@ def decompress(
     if backend == HARDWARE:
         require_engine(codec, out.device, max(int(nbytes.max()), int(out_nbytes.max())))
     queue = Queue(out.device)
-    with _fatal(what), queue.current():
+    with fatal(what), queue.current():
         n, options, memory = len(offset), form.decompress_options(backend), _Scratch(queue, scratch)
         rows = [address, nbytes, out_offset + out.data_ptr(), out_nbytes]
         source, size, target, due = queue.upload(rows, memory.take(32 * n))

@@ -153,7 +153,6 @@ def speed(gb: float) -> list[dict[str, object]]:
         copy = torch.empty_like(old)
         t_copy = seconds(lambda: copy.copy_(old))  # noqa: B023 - called at once
         tables = cuda._tables(layout, DEVICE)
-        tables.room = 1.25 * density  # as after a first version
         fp = cuda._zeros(len(tables.tensor), DEVICE, torch.int64)
         t_extract = seconds(lambda: extract_only(layout, tables, a, b))  # noqa: B023
         device = cuda.Cuda(str(DEVICE))

@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import statistics
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu import seconds
 
 from deltackpt import arena, libnvcomp, nvcomp, trial
 from deltackpt import codec as codecs
@@ -447,33 +447,20 @@ def samples(gb: float) -> list[Sample]:
     return found
 
 
-def seconds(work: Callable[[], object], times: int = 3) -> float:
-    """Median time of a call, the device idle before and after."""
-    work()
-    spent = []
-    for _ in range(times):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        spent.append(time.perf_counter() - began)
-    return statistics.median(spent)
-
-
 def row(sample: Sample, codec: str, algorithm: int) -> dict[str, object]:
     """Size and speeds of one codec on one sample; raises if a byte differs."""
     kind = number(codec)
     raw, offset, nbytes = sample.packed()
     out = torch.zeros_like(raw)
     made = nvcomp.compress(kind, raw, offset, nbytes, algorithm=algorithm)
-    t_compress = seconds(lambda: nvcomp.compress(kind, raw, offset, nbytes, algorithm=algorithm))
+    t_compress = seconds(lambda: nvcomp.compress(kind, raw, offset, nbytes, algorithm=algorithm), 3)
 
     def back() -> None:
         check = decode(made, out, offset, nbytes, kind)
         if check is not None:
             check.wait()
 
-    t_decompress = seconds(back)
+    t_decompress = seconds(back, 3)
     same(sample.name, out, raw)
     total, stored = int(nbytes.sum()), int(made.nbytes.sum())
     return {
@@ -490,7 +477,7 @@ def copy_gb_s() -> float:
     """Bandwidth of a copy on the device, bytes read and written."""
     a = torch.zeros(1 << 31, dtype=torch.uint8, device=DEVICE)
     b = torch.empty_like(a)
-    return round(2 * len(a) / seconds(lambda: b.copy_(a), 7) / 1e9)
+    return round(2 * len(a) / seconds(lambda: b.copy_(a)) / 1e9)
 
 
 def table(gb: float) -> dict[str, object]:

@@ -91,6 +91,17 @@ def test_windows_are_whole_groups_of_one_width(monkeypatch: pytest.MonkeyPatch) 
     assert list(cuda._windows(layout)) == [range(0, 2), range(2, 3), range(3, 5)]
 
 
+def test_room_of_a_window_is_what_it_needed_last_and_a_quarter_more() -> None:
+    layout = Layout(["a", "b"], ["U8", "BF16"], [(64 * TILE,), (128 * TILE,)])
+    tables = cuda._tables(layout, torch.device("cpu"))
+    tables.needed.clear()
+    first = [cuda._Window(layout, tables, groups) for groups in cuda._windows(layout)]
+    assert [(w.room, w.dense_room) for w in first] == [(1.25 * TILE + TILE, 0), (2.5 * TILE + TILE, 0)]
+    tables.needed[1] = (100, 2 * TILE)
+    again = [cuda._Window(layout, tables, groups) for groups in cuda._windows(layout)]
+    assert [(w.room, w.dense_room) for w in again] == [(1.25 * TILE + TILE, 0), (125 + TILE, 2.5 * TILE)]
+
+
 def encoded(density: float) -> tuple[Layout, list[EncodedGroup], np.ndarray[Any, Any]]:
     """Groups of two widths in which some tiles are dense, and their FRAME records."""
     layout = Layout(["a", "b"], ["U8", "BF16"], [(40 * TILE + 5,), (50 * TILE,)])
