@@ -640,7 +640,7 @@ class Device(Protocol):
     def stage(self, tiling: Tiling, fetched: Sequence[Fetched]) -> Sequence[object]:
         """Decode and check all groups of shards, which stay as they are until the result was applied or dropped.
 
-        Raises FormatError; ConfigError for parts that the device cannot apply.
+        Raises FormatError.
         """
 
     def apply(
@@ -656,6 +656,19 @@ class Device(Protocol):
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes; each address may be of this device or of the host."""
+
+
+class BoxDevice(Device, Protocol):
+    """A device that reaches boxes of tensors where they lie, with whatever strides; see kernels.Place."""
+
+    def locate(self, tiling: Tiling, where: Callable[[Segments], tuple[U64, Place | None]]) -> object:
+        """Prepare for `apply_rows` what is here of a tiling. where: see `apply_rows` of this module."""
+
+    def apply_rows(self, tiling: Tiling, staged: Sequence[object], located: object) -> U64:
+        """Flip bits of what is here, in place; returns what that added to fingerprints, by box (tensor of a layout)."""
+
+    def box_fingerprints(self, layout: Layout, tensor: I64, place: Place) -> U64:
+        """Return what boxes, all of each there, add to the fingerprints of their tensors. tensor: index of each."""
 
 
 class HostDevice(Device, Protocol):
@@ -696,6 +709,19 @@ class Cpu:
         """See Device."""
         meanwhile()
         return apply(tiling, cast("Sequence[Staged]", staged), tensors, threads=self.threads)
+
+    def locate(self, tiling: Tiling, where: Callable[[Segments], tuple[U64, Place | None]]) -> object:
+        """See BoxDevice."""
+        return where
+
+    def apply_rows(self, tiling: Tiling, staged: Sequence[object], located: object) -> U64:
+        """See BoxDevice."""
+        where = cast("Callable[[Segments], tuple[U64, Place | None]]", located)
+        return apply_rows(tiling, cast("Sequence[Staged]", staged), where, threads=self.threads)
+
+    def box_fingerprints(self, layout: Layout, tensor: I64, place: Place) -> U64:
+        """See BoxDevice."""
+        return box_fingerprints(layout, tensor, place, threads=self.threads)
 
     def fingerprints(self, layout: Layout, tensors: U64) -> U64:
         """See Device."""

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -27,8 +27,9 @@ from deltackpt import codec as codecs
 from deltackpt.codec import Bytes
 from deltackpt.digest import U64
 from deltackpt.errors import ConfigError, FormatError, Poisoned
-from deltackpt.kernels import U8, Columns
+from deltackpt.kernels import U8, Columns, Place, first_elements
 from deltackpt.layout import I64, TILE, Layout, Segments, Tiling
+from deltackpt.partition import Partition
 from deltackpt.shard import ALIGN, COUNTS, DENSE, FRAME, GAP, MASK, PLANE_FRAME, VALUE, EncodedGroup, Fetched, Frame
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
 
     from deltackpt.nvcomp import Check
 
-KERNELS = ("extract_1", "extract_2", "extract_4", "extract_8", "compact", "scan", "check", "apply", "fingerprint")
+KERNELS = (
+    "extract_1", "extract_2", "extract_4", "extract_8", "compact", "scan", "check", "apply", "scatter", "fingerprint",
+    "fingerprint_boxes",
+)  # fmt: skip
 """Entry points of kernels.cu."""
 _THREADS = 256
 _WINDOW = 4 << 30
@@ -115,61 +119,152 @@ def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
+def _put(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    import torch
+
+    signed = array if array.itemsize == 1 else array.view(f"<i{array.itemsize}")
+    return torch.from_numpy(signed).to(device)
+
+
+def _tiles(count: I64) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the row and the number in it of every tile of rows of so many elements, u32."""
+    per_row = -(-count // TILE)
+    row = np.repeat(np.arange(len(count), dtype=np.uint32), per_row)
+    first = np.cumsum(per_row) - per_row
+    return row, (np.arange(len(row)) - np.repeat(first, per_row)).astype(np.uint32)
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Where the rows of a tiling are, on the device.
+
+    runs: address of each row that lies side by side, else 0; boxes: what `scatter` is told of the others, if any.
+    """
+
+    runs: torch.Tensor
+    boxes: Sequence[Any] | None = None
+
+
 class _Tables:
-    """The tiles and rows of a layout in device memory; see kernels.cu."""
+    """The tiles and rows of a tiling in device memory; see kernels.cu. In host memory, of each row:
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        import torch
+    tensor; box: index of its box, of a layout that of its tensor; start: element of the box at which it begins; first:
+    element of the tensor, if the row is a run of them there; count, width; strided: whether it is none.
+    """
 
-        groups = layout.groups
-        rows = [g.tensor for g in groups]
-        self.tensor = np.concatenate(rows) if rows else np.empty(0, np.int64)
-        self.start = np.concatenate([g.start for g in groups]) if groups else np.empty(0, np.int64)
-        self.count = np.concatenate([g.count for g in groups]) if groups else np.empty(0, np.int64)
-        self.width = np.repeat([g.width for g in groups], [len(r) for r in rows]).astype(np.int64)
-        self.row_begin = np.cumsum([0] + [len(r) for r in rows])
-        per_row = -(-self.count // TILE)
-        self.tiles = int(per_row.sum())
+    def __init__(self, tiling: Tiling, device: torch.device) -> None:
+        self.tiling, self.device, self.put = tiling, device, partial(_put, device=device)
+        groups = tiling.groups
+
+        def column(of: Callable[[Segments], I64]) -> I64:
+            return np.concatenate([np.empty(0, np.int64), *map(of, groups)])
+
+        self.tensor, self.count = column(lambda g: g.tensor), column(lambda g: g.count)
+        self.box = column(lambda g: g.tensor if g.box is None else g.box)
+        self.start, self.first = column(lambda g: g.start), column(first_elements)
+        self.width = column(lambda g: np.full(len(g.tensor), g.width))
+        self.boxes = tiling.boxes if isinstance(tiling, Partition) else None
+        self.strided = np.zeros(len(self.box), bool) if self.boxes is None else self.boxes.strided[self.box]
+        self.row_begin = np.cumsum([0] + [len(g.tensor) for g in groups])
         self.tile_begin = np.cumsum([0] + [g.tiles for g in groups])
-        first = np.cumsum(per_row) - per_row
-        tile_row = np.repeat(np.arange(len(per_row), dtype=np.uint32), per_row)
-        tile_index = (np.arange(self.tiles) - np.repeat(first, per_row)).astype(np.uint32)
-
-        def put(array: np.ndarray[Any, Any]) -> torch.Tensor:
-            signed = array if array.itemsize == 1 else array.view(f"<i{array.itemsize}")
-            return torch.from_numpy(signed).to(device)
-
-        self.device, self.put = device, put
+        self.tiles = int(self.tile_begin[-1])
         self.needed: dict[int, tuple[int, int]] = {}
         """Sparse changes and dense elements that the window beginning with a group had last."""
         self.group_tiles = np.array([g.tiles for g in groups], np.int64)
         self.group_width = np.array([g.width for g in groups], np.int64)
         self.group_elements = np.array([int(g.count.sum()) for g in groups], np.int64)
-        self.rows = (put(tile_row), put(tile_index), put(self.count), put(self.start))
-        self.row_width = put(self.width.astype(np.uint8))
-        lengths = np.concatenate([g.tile_lengths for g in groups]) if groups else np.empty(0, np.int64)
-        self.tile_length = put(lengths.astype(np.int16))
+        self.rows = (*map(self.put, _tiles(self.count)), self.put(self.count), self.put(self.first))
+        self.row_width = self.put(self.width.astype(np.uint8))
+        self.tile_length = self.put(column(lambda g: g.tile_lengths).astype(np.int16))
 
-    def row_addresses(self, tensors: U64) -> torch.Tensor:
-        """Upload the address of each row, given that of each tensor."""
-        return self.put(tensors[self.tensor] + (self.start * self.width).astype(np.uint64))
+    @cached_property
+    def row_start(self) -> torch.Tensor:
+        """`start` on the device."""
+        return self.put(self.start)
 
-    def per_tensor(self, layout: Layout, per_row: torch.Tensor) -> U64:
+    def whole(self, tensors: U64) -> _Where:
+        """Contiguous tensors at these addresses."""
+        runs = self.put(self.run_addresses(tensors))
+        if self.boxes is None or not self.strided.any():
+            return _Where(runs)
+        begin = tensors[self.tensor] + (self.boxes.offset[self.box] * self.width).astype(np.uint64)
+        begin[~self.strided] = 0
+        return _Where(runs, (self.row_start, self.put(begin), *self._strides))
+
+    def run_addresses(self, tensors: U64) -> U64:
+        """Return the address of each row, given that of each contiguous tensor; 0 of those that are no run there."""
+        found: U64 = tensors[self.tensor] + (self.first * self.width).astype(np.uint64)
+        found[self.strided] = 0
+        return found
+
+    @cached_property
+    def _strides(self) -> tuple[torch.Tensor, torch.Tensor, np.uint32]:
+        assert self.boxes is not None
+        nowhere = np.zeros(len(self.box), np.uint64)
+        return self._levels(Place.of(self.boxes, self.box, nowhere, self.boxes.stride[self.box]))
+
+    def _levels(self, place: Place) -> tuple[torch.Tensor, torch.Tensor, np.uint32]:
+        return self.put(place.first), _levels(place, self.device), np.uint32(place.extent.shape[1])
+
+    def located(self, runs: U64, place: Place | None) -> _Where:
+        """Rows at these addresses, others at these places; see kernels.apply."""
+        if place is None:
+            return _Where(self.put(runs))
+        return _Where(self.put(runs), (self.row_start, self.put(place.address), *self._levels(place)))
+
+    def apart(self, boxes: U64, first: int) -> U64:
+        """Return the address of each row of boxes that lie side by side, as tensors of their own, from `first` on."""
+        inside = (self.box >= first) & (self.box < first + len(boxes))
+        found = np.zeros(len(self.box), np.uint64)
+        found[inside] = boxes[self.box[inside] - first] + (self.start * self.width)[inside].astype(np.uint64)
+        return found
+
+    def looked_at(self, boxes: U64, first: int) -> Sequence[Any] | None:
+        """Return what `scatter` is told of the strided rows of such boxes, None if there is none."""
+        mine = self.strided & (self.box >= first) & (self.box < first + len(boxes))
+        if self.boxes is None or not mine.any():
+            return None
+        begin = np.zeros(len(self.box), np.uint64)
+        begin[mine] = boxes[self.box[mine] - first]
+        return self.located(begin, Place.of(self.boxes, self.box, begin)).boxes
+
+    def per_tensor(self, per_row: U64) -> U64:
         """Add values of rows up per tensor, mod 2^64."""
-        total = np.zeros(len(layout.names), np.uint64)
-        np.add.at(total, self.tensor, per_row.cpu().numpy().view(np.uint64))
+        total = np.zeros(len(self.tiling.layout.names), np.uint64)
+        np.add.at(total, self.tensor, per_row)
+        return total
+
+    def per_box(self, per_row: U64) -> U64:
+        """Add values of rows up per box, mod 2^64."""
+        total = np.zeros(len(self.tiling.layout.names if self.boxes is None else self.boxes.tensor), np.uint64)
+        np.add.at(total, self.box, per_row)
         return total
 
 
+def _levels(place: Place, device: torch.device) -> torch.Tensor:
+    """Upload the levels of boxes, as the kernels read them."""
+    columns = (place.extent, place.stride, place.step, place.low, place.high)
+    return _put(np.ascontiguousarray(np.stack(columns, axis=2)), device)
+
+
 @lru_cache(maxsize=4)
-def _tables(layout: Layout, device: torch.device) -> _Tables:
-    return _Tables(layout, device)
+def _tables(tiling: Tiling, device: torch.device) -> _Tables:
+    return _Tables(tiling, device)
 
 
-def _zeros(n: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _zeros(n: int, device: torch.device) -> torch.Tensor:
     import torch
 
-    return torch.zeros(max(1, n), dtype=dtype, device=device)
+    return torch.zeros(n, dtype=torch.int64, device=device)
+
+
+def _sums(tables: _Tables) -> torch.Tensor:
+    return _zeros(len(tables.tensor), tables.device)
+
+
+def _unsigned(per_row: torch.Tensor) -> U64:
+    found: U64 = per_row.cpu().numpy().view(np.uint64)
+    return found
 
 
 # ---------------------------------------------------------------- columns
@@ -297,8 +392,11 @@ class Extraction:
     Made by `extract`. An Encoding: `groups` compresses, `advance` applies the columns to the base.
     """
 
-    def __init__(self, layout: Layout, tables: _Tables, codec: int, form: str, threads: int | None) -> None:
-        self.layout, self.tables, self.form = layout, tables, form
+    def __init__(
+        self, tables: _Tables, address: Callable[[U64], U64], part: int, codec: int, form: str, threads: int | None
+    ) -> None:
+        self.tables, self.form = tables, form
+        self._address, self._part = address, part
         self._codec, self._threads = codec, threads or backend.default_threads()
         self._parts: list[tuple[_Columns, Callable[[], Future[list[tuple[Frame, ...]]]]]] = []
         self.fp: U64 = np.empty(0, np.uint64)
@@ -327,12 +425,12 @@ class Extraction:
     def _on_host(self, shape: _Shape, host: torch.Tensor, ready: torch.cuda.Event) -> list[tuple[Frame, ...]]:
         """Compress on the CPU."""
         ready.synchronize()
-        raw = host.numpy()
+        raw, tiling = host.numpy(), self.tables.tiling
         if self.form == "mask":
             return [
                 backend.mask_frames(
-                    self.layout, group, _host_columns(self.layout.groups[group], shape.planes(row, raw)),
-                    self._codec, self._threads,
+                    tiling, group, _host_columns(tiling.groups[group], shape.planes(row, raw)), self._codec,
+                    self._threads,
                 )
                 for row, group in enumerate(shape.group.tolist())
             ]  # fmt: skip
@@ -366,8 +464,10 @@ class Extraction:
                 for group, frames in zip(columns.group.tolist(), made.result(), strict=True):
                     rows = slice(*self.tables.row_begin[group : group + 2])
                     touched = np.flatnonzero(self.changed[rows])
-                    tensor, changed = self.tables.tensor[rows][touched], int(self.changed[rows].sum())
-                    yield EncodedGroup(group, frames, tensor, self.fp[rows][touched], changed)
+                    tensor, of = np.unique(self.tables.tensor[rows][touched], return_inverse=True)
+                    fp = np.zeros(len(tensor), np.uint64)
+                    np.add.at(fp, of, self.fp[rows][touched])  # a tensor may have several boxes
+                    yield EncodedGroup(group, frames, tensor, fp, int(self.changed[rows].sum()), self._part)
         finally:
             for made in begun:
                 made.cancel()
@@ -378,9 +478,9 @@ class Extraction:
 
         tables = self.tables
         with torch.cuda.stream(_stream(tables.device, "publish")):
-            fp = _zeros(len(tables.tensor), tables.device, torch.int64)
+            fp = _sums(tables)
             columns = _Columns.joined([columns for columns, _ in self._parts])
-            _Launch(tables, columns)("apply", fp, first=[tables.row_addresses(base)])
+            _Launch(tables, columns)("apply", fp, first=[tables.put(self._address(base))])
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             done.record()
         done.synchronize()
@@ -409,58 +509,71 @@ def _host_columns(segments: Segments, planes: dict[int, U8]) -> Columns:
 
 
 def extract(
-    layout: Layout,
+    tiling: Tiling,
     old: U64,
     new: U64,
     device: torch.device,
     *,
+    part: int = 0,
     codec: str = "zstd",
     form: str = "sparse",
     threads: int | None = None,
 ) -> Extraction:
     """Compare two copies of the tensors on a device; their changes are brought to the host and compressed meanwhile.
 
-    old, new: u64 device address of each tensor's contiguous bytes. Returns when both copies have been read; the columns
-    may still be on their way.
+    old, new: u64 device address of each tensor's contiguous bytes; of a partition, that of each box of the part, whose
+    elements lie side by side. Returns when both copies have been read; the columns may still be on their way.
     """
-    import torch
-
-    tables, kernels = _tables(layout, device), _kernels(device.index or 0)
-    result = Extraction(layout, tables, codecs.NAMES.index(codec), form, threads)
-    sides = (tables.row_addresses(old), tables.row_addresses(new))
-    sums = (_zeros(len(tables.tensor), device, torch.int64), _zeros(len(tables.tensor), device, torch.int64))
+    tables, kernels = _tables(tiling, device), _kernels(device.index or 0)
+    address: Callable[[U64], U64] = tables.run_addresses
+    groups, boxes = range(len(tiling.groups)), None
+    if isinstance(tiling, Partition):
+        first = int(tiling.box_begin[part])
+        address = partial(tables.apart, first=first)
+        groups = range(*tiling.group_begin[part : part + 2].tolist())
+        boxes = tables.looked_at(old, first)
+    result = Extraction(tables, address, part, codecs.NAMES.index(codec), form, threads)
+    sides = (tables.put(address(old)), tables.put(address(new)))
+    sums = (_sums(tables), _sums(tables))
+    looked = _sums(tables)
     waiting: _Window | None = None
     # The device extracts the next window while this thread reads the sums of the one before.
-    for groups in itertools.chain(_windows(layout), [None]):
-        window = None if groups is None else _Window(layout, tables, groups)
+    for some in itertools.chain(_windows(tables, groups), [None]):
+        window = None if some is None else _Window(tables, some)
         if window is not None:
             window.extract(kernels, sides, sums)
         if waiting is not None and (found := waiting.compact(kernels, sides, sums)) is not None:
+            if boxes is not None:
+                _Launch(tables, found[1])("scatter", np.uint32(False), looked, first=boxes)
             result.add(*found)
         waiting = window
-    result.fp = sums[0].cpu().numpy().view(np.uint64)
+    result.fp = _unsigned(sums[0])
+    if boxes is not None:
+        # Which elements of its tensor a strided row changed is known only by its box.
+        result.fp = np.where(tables.strided, _unsigned(looked), result.fp)
     result.changed = sums[1].cpu().numpy()
     return result
 
 
-def _windows(layout: Layout) -> Iterator[range]:
+def _windows(tables: _Tables, groups: range) -> Iterator[range]:
     """Runs of groups of one width, about _WINDOW bytes each."""
-    begin, nbytes = 0, 0
-    for g, group in enumerate(layout.groups):
-        if g > begin and (group.width != layout.groups[begin].width or nbytes + group.nbytes > _WINDOW):
+    begin, nbytes = groups.start, 0
+    for g in groups:
+        of = tables.group_elements[g] * tables.group_width[g]
+        if g > begin and (tables.group_width[g] != tables.group_width[begin] or nbytes + of > _WINDOW):
             yield range(begin, g)
             begin, nbytes = g, 0
-        nbytes += group.nbytes
-    if begin < len(layout.groups):
-        yield range(begin, len(layout.groups))
+        nbytes += of
+    if begin < groups.stop:
+        yield range(begin, groups.stop)
 
 
 class _Window:
     """Whole groups of one width, and the changes that an extract launch finds in them, in the order in which it did."""
 
-    def __init__(self, layout: Layout, tables: _Tables, groups: range) -> None:
-        self.layout, self.tables, self.groups = layout, tables, groups
-        self.width = layout.groups[groups.start].width
+    def __init__(self, tables: _Tables, groups: range) -> None:
+        self.tables, self.groups = tables, groups
+        self.width = int(tables.group_width[groups.start])
         self.first, last = int(tables.tile_begin[groups.start]), int(tables.tile_begin[groups.stop])
         self.tiles = last - self.first
         elements = int(tables.group_elements[groups.start : groups.stop].sum())
@@ -472,7 +585,7 @@ class _Window:
         import torch
 
         device, tables = self.tables.device, self.tables
-        cursor = _zeros(2, device, torch.int64)
+        cursor = _zeros(2, device)
         self.counts = torch.empty(self.tiles, dtype=torch.int16, device=device)
         self.place = torch.empty(self.tiles, dtype=torch.int32, device=device)
         self.sparse = torch.empty((2 + self.width, self.room), dtype=torch.uint8, device=device)
@@ -533,12 +646,10 @@ class StagedColumns:
     held: what is being copied and decoded from, until that is done; checks: what the decoders will have said.
     """
 
-    def __init__(
-        self, layout: Layout, tables: _Tables, columns: _Columns, held: list[object], checks: Sequence[Check] = ()
-    ) -> None:
+    def __init__(self, tables: _Tables, columns: _Columns, held: list[object], checks: Sequence[Check] = ()) -> None:
         import torch
 
-        self.layout, self.tables, self._held, self._checks = layout, tables, held, checks
+        self.tables, self._held, self._checks = tables, held, checks
         self._launch = _Launch(tables, columns)
         self._bad = torch.full((2,), -1, dtype=torch.int32, device=tables.device)
         if columns.tiles:
@@ -561,21 +672,23 @@ class StagedColumns:
         if group >= 0:
             number = int(self._launch.columns.group[group])
             raise FormatError(
-                f"group {number} ({self.layout.group_names(number)}): its counts are not those of its columns"
+                f"group {number} ({self.tables.tiling.group_names(number)}): its counts are not those of its columns"
             )
         if tile >= 0:
             raise FormatError(f"tile {tile} of the version: its last change lies outside the tile")
 
-    def apply(self, rows: torch.Tensor, fp: torch.Tensor) -> None:
+    def apply(self, where: _Where, fp: torch.Tensor) -> None:
         """Launch the apply on torch's current stream; `fp` is added to, per row."""
         import torch
 
         torch.cuda.current_stream().wait_event(self._done)
-        self._launch("apply", fp, first=[rows])
+        self._launch("apply", fp, first=[where.runs])
+        if where.boxes is not None:
+            self._launch("scatter", np.uint32(True), fp, first=where.boxes)
 
 
 def stage(
-    layout: Layout,
+    tiling: Tiling,
     fetched: Sequence[Fetched],
     device: torch.device,
     *,
@@ -590,33 +703,29 @@ def stage(
     """
     import torch
 
-    tables = _tables(layout, device)
+    tables = _tables(tiling, device)
+    fetched = [one for one in fetched if len(one.index.frames)]
     with torch.cuda.stream(_stream(device, "stage")):
         if not on_device:
             groups = (group for one in fetched for group in one.groups())
-            columns, held = _decode_on_host(layout, tables, groups, threads)
-            return StagedColumns(layout, tables, columns, held)
+            return StagedColumns(tables, *_decode_on_host(tables, groups, threads))
         wrapped = [
             np.unique(f["group"][(f["plane"] == MASK) | (f["outer"] != codecs.RAW)])
             for f in (one.index.frames for one in fetched)
         ]
         on_host = ((g, one.frames(g)) for one, groups in zip(fetched, wrapped, strict=True) for g in groups.tolist())
-        columns, held = _decode_on_host(layout, tables, on_host, threads)
+        columns, held = _decode_on_host(tables, on_host, threads)
         try:
-            decoded, more, checks = _decode_on_device(layout, tables, fetched, wrapped, engine)
+            decoded, more, checks = _decode_on_device(tables, fetched, wrapped, engine)
         except BaseException:
             # What a decoder still reads must not be freed, and then be something else.
             torch.cuda.current_stream().synchronize()
             raise
-        return StagedColumns(layout, tables, _Columns.joined([decoded, columns]), held + more, checks)
+        return StagedColumns(tables, _Columns.joined([decoded, columns]), held + more, checks)
 
 
 def _decode_on_device(
-    layout: Layout,
-    tables: _Tables,
-    fetched: Sequence[Fetched],
-    left_out: Sequence[np.ndarray[Any, Any]],
-    engine: int | None,
+    tables: _Tables, fetched: Sequence[Fetched], left_out: Sequence[np.ndarray[Any, Any]], engine: int | None
 ) -> tuple[_Columns, list[object], list[Check]]:
     """Decode the frames of columns out of host memory into that of the device. left_out: groups of each shard.
 
@@ -626,7 +735,7 @@ def _decode_on_device(
 
     kept = [~np.isin(f.index.frames["group"], groups) for f, groups in zip(fetched, left_out, strict=True)]
     frames = np.concatenate([np.empty(0, FRAME), *(f.index.frames[k] for f, k in zip(fetched, kept, strict=True))])
-    shape, place = _require_columns(layout, tables, frames)
+    shape, place = _require_columns(tables, frames)
     if engine is None:
         memory = torch.empty(max(1, shape.nbytes), dtype=torch.uint8, device=tables.device)
     else:
@@ -656,7 +765,7 @@ def _decode_on_device(
     return _Columns.of(shape, memory), [*host, *stored], checks
 
 
-def _require_columns(layout: Layout, tables: _Tables, frames: np.ndarray[Any, Any]) -> tuple[_Shape, I64]:
+def _require_columns(tables: _Tables, frames: np.ndarray[Any, Any]) -> tuple[_Shape, I64]:
     """Return the shape of the columns that frames make up, and where in its memory each frame goes.
 
     frames: FRAME records, sorted by group, plane and place. Raises FormatError unless they are cut as the format says
@@ -687,15 +796,15 @@ def _require_columns(layout: Layout, tables: _Tables, frames: np.ndarray[Any, An
         first = int(group[bad[0]])
         sizes = {p: int(n) for p, n in enumerate(planes[row[bad[0]]].tolist()) if n}
         raise FormatError(
-            f"group {first} ({layout.group_names(first)}): frames of {sizes} bytes by plane, or how they are cut, do "
-            "not make up its columns"
+            f"group {first} ({tables.tiling.group_names(first)}): frames of {sizes} bytes by plane, or how they are "
+            "cut, do not make up its columns"
         )
     shape = _Shape(tables, numbers, k, d)
     return shape, shape.plane_begin(row, plane) + in_plane * PLANE_FRAME
 
 
 def _decode_on_host(
-    layout: Layout, tables: _Tables, groups: Iterable[tuple[int, Sequence[Frame]]], threads: int | None
+    tables: _Tables, groups: Iterable[tuple[int, Sequence[Frame]]], threads: int | None
 ) -> tuple[_Columns, list[object]]:
     """Decode groups on the CPU; returns their columns, and the host memory from which they are still being copied."""
     import torch
@@ -708,7 +817,7 @@ def _decode_on_host(
             held.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
             return held[0].numpy()
 
-        columns = backend.decode_columns(layout, group, frames, threads=1, allocate=allocate)
+        columns = backend.decode_columns(tables.tiling, group, frames, threads=1, allocate=allocate)
         return group, columns.gaps.shape[1], columns.dense.shape[1], held[0]
 
     found = list(backend.in_order(work, groups, threads))
@@ -720,34 +829,42 @@ def _decode_on_host(
     return _Columns.of(shape, memory), [f[3] for f in found]
 
 
-def apply(staged: StagedColumns, tensors: U64, meanwhile: Callable[[], None] = lambda: None) -> U64:
-    """Apply staged columns in place; returns what that added to the fingerprint of each tensor.
+def apply(staged: StagedColumns, where: _Where, meanwhile: Callable[[], None] = lambda: None) -> U64:
+    """Apply staged columns in place; returns what that added to fingerprints, by row.
 
-    tensors: u64 device address of each tensor's contiguous bytes. Returns when the device is done; `meanwhile` is
-    called while it works.
+    Returns when the device is done; `meanwhile` is called while it works.
     """
-    import torch
-
-    tables = staged.tables
-    fp = _zeros(len(tables.tensor), tables.device, torch.int64)
+    fp = _sums(staged.tables)
     with nvcomp.fatal("applying"):
-        staged.apply(tables.row_addresses(tensors), fp)
+        staged.apply(where, fp)
         meanwhile()
-        return tables.per_tensor(staged.layout, fp)
+        return _unsigned(fp)
 
 
 def fingerprints(layout: Layout, tensors: U64, device: torch.device) -> U64:
     """Return the fingerprint of each tensor: a full pass over device memory."""
-    import torch
-
     tables = _tables(layout, device)
-    fp = _zeros(len(tables.tensor), device, torch.int64)
+    fp = _sums(tables)
     if tables.tiles:
         _kernels(device.index or 0)(
-            "fingerprint", tables.tiles, _THREADS, *tables.rows, tables.row_addresses(tensors), tables.row_width,
-            np.uint32(tables.tiles), fp,
+            "fingerprint", tables.tiles, _THREADS, *tables.rows, tables.whole(tensors).runs, tables.row_width, fp
+        )
+    return tables.per_tensor(_unsigned(fp))
+
+
+def box_fingerprints(width: I64, place: Place, device: torch.device) -> U64:
+    """Return what boxes, all of each there, add to the fingerprints of their tensors. width: of each one's elements."""
+    put = partial(_put, device=device)
+    count: I64 = place.extent.prod(axis=1)
+    row, index = _tiles(count)
+    fp = _zeros(len(count), device)
+    if len(row):
+        _kernels(device.index or 0)(
+            "fingerprint_boxes", len(row), _THREADS, put(row), put(index), put(count), put(np.zeros_like(count)),
+            put(width.astype(np.uint8)), put(place.address), put(place.first), _levels(place, device),
+            np.uint32(place.extent.shape[1]), fp,
         )  # fmt: skip
-    return tables.per_tensor(layout, fp)
+    return _unsigned(fp)
 
 
 class Cuda:
@@ -788,21 +905,23 @@ class Cuda:
 
     def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Extraction:
         """See backend.Device."""
+        return self._encode(layout, 0, old, new, codec, form)
+
+    def encode_part(self, partition: Partition, part: int, old: U64, new: U64, *, codec: str, form: str) -> Extraction:
+        """See backend.BoxDevice."""
+        return self._encode(partition, part, old, new, codec, form)
+
+    def _encode(self, tiling: Tiling, part: int, old: U64, new: U64, codec: str, form: str) -> Extraction:
         if codec not in codecs.NAMES:
             raise ConfigError(f"codec {codec!r} is unknown; expected one of {' '.join(codecs.NAMES)}")
         if codec == "ans" and (form != "sparse" or not self.nvcomp):
             raise ConfigError(f"codec 'ans' with form {form!r}: it is made by nvCOMP only, of columns; install it")
         if form not in ("sparse", "mask"):
             raise ConfigError(f"form {form!r} is unknown; expected sparse or mask")
-        return extract(layout, old, new, self.device, codec=codec, form=form, threads=self.threads)
+        return extract(tiling, old, new, self.device, part=part, codec=codec, form=form, threads=self.threads)
 
     def stage(self, tiling: Tiling, fetched: Sequence[Fetched]) -> list[StagedColumns]:
-        """See backend.Device. Raises ConfigError for a version in parts."""
-        if not isinstance(tiling, Layout):
-            raise ConfigError(
-                f"tensors on {self.device}: versions that were published in parts are applied on the CPU only; "
-                "follow with tensors on the CPU, or publish from one process"
-            )
+        """See backend.Device."""
         staged = stage(tiling, fetched, self.device, on_device=self.nvcomp, engine=self.engine, threads=self.threads)
         staged.wait()
         return [staged]
@@ -811,9 +930,29 @@ class Cuda:
         self, tiling: Tiling, staged: Sequence[object], tensors: U64, meanwhile: Callable[[], None] = lambda: None
     ) -> U64:
         """See backend.Device. Returns when the device is done."""
-        (columns,) = staged
-        assert isinstance(columns, StagedColumns)
-        return apply(columns, tensors, meanwhile)
+        columns = _only(staged)
+        return columns.tables.per_tensor(apply(columns, columns.tables.whole(tensors), meanwhile))
+
+    def locate(self, tiling: Tiling, where: Callable[[Segments], tuple[U64, Place | None]]) -> _Where:
+        """See backend.BoxDevice."""
+        tables = _tables(tiling, self.device)
+        found = [where(rows) for rows in tiling.groups]
+        runs = np.concatenate([np.empty(0, np.uint64), *(runs for runs, _ in found)])
+        if all(place is None for _, place in found):
+            return tables.located(runs, None)
+        levels = next(place.extent.shape[1] for _, place in found if place is not None)
+        places = [Place.nowhere(len(runs), levels) if place is None else place for runs, place in found]
+        return tables.located(runs, Place.joined(places))
+
+    def apply_rows(self, tiling: Tiling, staged: Sequence[object], located: object) -> U64:
+        """See backend.BoxDevice. Returns when the device is done."""
+        columns = _only(staged)
+        assert isinstance(located, _Where)
+        return columns.tables.per_box(apply(columns, located))
+
+    def box_fingerprints(self, layout: Layout, tensor: I64, place: Place) -> U64:
+        """See backend.BoxDevice."""
+        return box_fingerprints(layout.width[tensor], place, self.device)
 
     def fingerprints(self, layout: Layout, tensors: U64) -> U64:
         """See backend.Device."""
@@ -833,3 +972,9 @@ class Cuda:
         (error,) = driver.cuMemcpy(target, source, nbytes)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise Poisoned(f"copying {nbytes} bytes on {self.device}: {error.name}; the CUDA context is lost, restart")
+
+
+def _only(staged: Sequence[object]) -> StagedColumns:
+    (columns,) = staged
+    assert isinstance(columns, StagedColumns)
+    return columns

@@ -1,13 +1,14 @@
 // CUDA kernels: the same columns and fingerprints as kernels.py, bit for bit. Compiled at run time by NVRTC.
 //
-// A row is a run of elements of one tensor that lies in one group; a tile is 8,192 elements of a row, the last one
-// shorter. Tables: per tile its row and its number in the row; per row an address, its elements, and the element of
-// its tensor at which it begins. One launch serves any number of tensors.
+// A row is a run of elements of one tensor, or of a box of one, that lies in one group; a tile is 8,192 elements of a
+// row, the last one shorter. Tables: per tile its row and its number in the row; per row its elements, the element of
+// its tensor at which it begins, and an address, or the place of its box. One launch serves any number of tensors.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef long long s64;
 
 constexpr int TILE = 8192;
 constexpr int THREADS = 256;
@@ -383,9 +384,65 @@ check(ROWS, const Group* groups, u32 n_groups, u32 tiles, int* bad) {
 
 // ---------------------------------------------------------------- apply
 
+// Where the elements of a tile are: side by side in memory and in their tensor.
+struct Run {
+  static constexpr bool writes = true;
+  u8* at;     // of the first element
+  u64 first;  // its element in the tensor
+
+  template <int W> __device__ __forceinline__ bool find(u32 e, u8*& here, u64& element) const {
+    here = at + (u64)e * W;
+    element = first + e;
+    return true;
+  }
+};
+
+// Where they are by the levels of a box, each with its extent, stride in the tensor, step in memory, and from where (low)
+// up to where (high) it is here. See kernels.Place.
+struct Box {
+  bool writes;
+  u8* at;     // of the first element of the box
+  u64 first;  // its element in the tensor
+  u64 start;  // element of the box at which the tile begins
+  const s64* levels;
+  int n;
+
+  template <int W> __device__ __forceinline__ bool find(u32 e, u8*& here, u64& element) const {
+    u64 rest = start + e;
+    s64 moved = 0;
+    bool inside = true;
+    element = first;
+    for (const s64* l = levels + 5 * (n - 1); l >= levels; l -= 5) {
+      u64 c;
+      if ((rest | (u64)l[0]) >> 32) {
+        c = rest % (u64)l[0];
+        rest /= (u64)l[0];
+      } else {
+        c = (u32)rest % (u32)l[0];
+        rest = (u32)rest / (u32)l[0];
+      }
+      element += c * (u64)l[1];
+      moved += (s64)c * l[2];
+      inside &= l[3] <= (s64)c && (s64)c < l[4];
+    }
+    here = at + moved * W;
+    return inside;
+  }
+};
+
+// Flip an element where it is; returns what that adds, or would add, to the fingerprint.
+template <int W, typename P> __device__ __forceinline__ u64 flip(const P& place, u32 e, u64 x) {
+  u8* at;
+  u64 element;
+  if (!place.template find<W>(e, at, element)) return 0;
+  u64 before = load<W>(at);
+  if (place.writes) store<W>(at, before ^ x);
+  return change<W>(element, before, before ^ x);
+}
+
 // One warp a tile: a prefix sum of the gaps gives the positions.
-template <int W>
-__device__ u64 apply_tile(const Group& g, u32 t, u16 n, u8* at, u64 element, int length, int lane) {
+template <int W, typename P>
+__device__ u64 apply_tile(const Group& g, u32 t, u16 n, const P& place, int length, int lane) {
   u64 sum = 0, offset = g.offset[t];
   if (n == DENSE) {
     const u8* plane = g.dense + (offset >> 32);
@@ -393,9 +450,7 @@ __device__ u64 apply_tile(const Group& g, u32 t, u16 n, u8* at, u64 element, int
       u64 x = 0;
       #pragma unroll
       for (int j = 0; j < W; j++) x |= (u64)plane[j * g.dense_stride + e] << (8 * j);
-      u64 before = load<W>(at + (u64)e * W);
-      store<W>(at + (u64)e * W, before ^ x);
-      sum += change<W>(element + e, before, before ^ x);
+      sum += flip<W>(place, e, x);
     }
     return sum;
   }
@@ -412,20 +467,24 @@ __device__ u64 apply_tile(const Group& g, u32 t, u16 n, u8* at, u64 element, int
     int p = step;
     #pragma unroll
     for (int o = 1; o < 32; o <<= 1) { int up = __shfl_up_sync(~0u, p, o); if (lane >= o) p += up; }
-    if (i < n) {
-      u64 e = (u64)(last + p);
-      u64 before = load<W>(at + e * W);
-      store<W>(at + e * W, before ^ x);
-      sum += change<W>(element + e, before, before ^ x);
-    }
+    if (i < n) sum += flip<W>(place, last + p, x);
     last += __shfl_sync(~0u, p, 31);
   }
   return sum;
 }
 
+template <typename P> __device__ u64 apply_tile(const Group& g, u32 t, u16 n, const P& place, int length, int lane) {
+  switch (g.width) {
+    case 1: return apply_tile<1>(g, t, n, place, length, lane);
+    case 2: return apply_tile<2>(g, t, n, place, length, lane);
+    case 4: return apply_tile<4>(g, t, n, place, length, lane);
+    default: return apply_tile<8>(g, t, n, place, length, lane);
+  }
+}
+
+// Rows that lie side by side; those at address 0 are not here, or scatter's.
 extern "C" __global__ void __launch_bounds__(THREADS)
 apply(ROWS, const u64* row_at, const Group* groups, u32 n_groups, u32 tiles, u64* fp) {
-  Rows rows = {tile_row, tile_index, count, start};
   u32 at = (u32)(((u64)blockIdx.x * THREADS + threadIdx.x) >> 5);
   int lane = threadIdx.x & 31;
   if (at >= tiles) return;
@@ -433,34 +492,59 @@ apply(ROWS, const u64* row_at, const Group* groups, u32 n_groups, u32 tiles, u64
   u32 t = at - g.before;
   u16 n = g.counts[t];
   if (n == 0) return;
-  u32 tile = g.first_tile + t, row = rows.tile_row[tile];
-  u64 first = (u64)rows.tile_index[tile] * TILE, left = rows.count[row] - first;
-  int length = left < TILE ? (int)left : TILE;
-  u8* memory = (u8*)row_at[row] + first * g.width;
-  u64 element = rows.start[row] + first, sum = 0;
-  switch (g.width) {
-    case 1: sum = apply_tile<1>(g, t, n, memory, element, length, lane); break;
-    case 2: sum = apply_tile<2>(g, t, n, memory, element, length, lane); break;
-    case 4: sum = apply_tile<4>(g, t, n, memory, element, length, lane); break;
-    case 8: sum = apply_tile<8>(g, t, n, memory, element, length, lane); break;
-  }
-  sum = warp_sum(sum);
+  u32 tile = g.first_tile + t, row = tile_row[tile];
+  u64 memory = row_at[row];
+  if (memory == 0) return;
+  u64 first = (u64)tile_index[tile] * TILE, left = count[row] - first;
+  Run place = {(u8*)memory + first * g.width, start[row] + first};
+  u64 sum = warp_sum(apply_tile(g, t, n, place, left < TILE ? (int)left : TILE, lane));
+  if (lane == 0) atomicAdd(fp + row, sum);
+}
+
+// Rows that are boxes, or meet one; those at address 0 are not here, or apply's. Per row: row_start, the element of its
+// box at which it begins; box_at and box_first, where that box begins in memory and in its tensor; its levels.
+extern "C" __global__ void __launch_bounds__(THREADS)
+scatter(ROWS, const u64* row_start, const u64* box_at, const u64* box_first, const s64* levels, u32 n_levels,
+        const Group* groups, u32 n_groups, u32 tiles, u32 writes, u64* fp) {
+  u32 at = (u32)(((u64)blockIdx.x * THREADS + threadIdx.x) >> 5);
+  int lane = threadIdx.x & 31;
+  if (at >= tiles) return;
+  const Group& g = *find(groups, n_groups, at);
+  u32 t = at - g.before;
+  u16 n = g.counts[t];
+  if (n == 0) return;
+  u32 tile = g.first_tile + t, row = tile_row[tile];
+  if (box_at[row] == 0) return;
+  u64 first = (u64)tile_index[tile] * TILE, left = count[row] - first;
+  const s64* mine = levels + (u64)row * n_levels * 5;
+  Box place = {writes != 0, (u8*)box_at[row], box_first[row], row_start[row] + first, mine, (int)n_levels};
+  u64 sum = warp_sum(apply_tile(g, t, n, place, left < TILE ? (int)left : TILE, lane));
   if (lane == 0) atomicAdd(fp + row, sum);
 }
 
 // ---------------------------------------------------------------- fingerprint
 
-// One block a tile: the sum over its words, the last one zero-padded.
-extern "C" __global__ void __launch_bounds__(THREADS)
-fingerprint(ROWS, const u64* row_at, const u8* row_width, u32 tiles, u64* fp) {
-  Rows rows = {tile_row, tile_index, count, start};
+// Add the threads' sums up to that of a row.
+__device__ __forceinline__ void block_sum(u64 sum, u64* total) {
   __shared__ u64 warp_total[THREADS / 32];
-  u32 tile = blockIdx.x;
-  u32 row = rows.tile_row[tile];
-  u64 width = row_width[row], first = (u64)rows.tile_index[tile] * TILE, left = rows.count[row] - first;
+  sum = warp_sum(sum);
+  if ((threadIdx.x & 31) == 0) warp_total[threadIdx.x >> 5] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    u64 all = 0;
+    for (int k = 0; k < THREADS / 32; k++) all += warp_total[k];
+    atomicAdd(total, all);
+  }
+}
+
+// One block a tile of whole tensors: the sum over its words, the last one zero-padded.
+extern "C" __global__ void __launch_bounds__(THREADS)
+fingerprint(ROWS, const u64* row_at, const u8* row_width, u64* fp) {
+  u32 tile = blockIdx.x, row = tile_row[tile];
+  u64 width = row_width[row], first = (u64)tile_index[tile] * TILE, left = count[row] - first;
   u64 nbytes = (left < TILE ? left : TILE) * width;
   const u8* at = (const u8*)row_at[row] + first * width;
-  u64 word = (rows.start[row] + first) * width / 4, sum = 0;
+  u64 word = (start[row] + first) * width / 4, sum = 0;
   u32 words = (u32)(nbytes / 4);
   if ((u64)at % 16 == 0) {
     for (u32 i = threadIdx.x; i < words / 4; i += THREADS) {
@@ -477,12 +561,34 @@ fingerprint(ROWS, const u64* row_at, const u8* row_width, u32 tiles, u64* fp) {
     for (u64 i = 4 * (u64)words; i < nbytes; i++) rest |= (u64)at[i] << (8 * (i & 3));
     sum += rest * key(word + words);
   }
-  sum = warp_sum(sum);
-  if ((threadIdx.x & 31) == 0) warp_total[threadIdx.x >> 5] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    u64 total = 0;
-    for (int k = 0; k < THREADS / 32; k++) total += warp_total[k];
-    atomicAdd(fp + row, total);
+  block_sum(sum, fp + row);
+}
+
+template <int W> __device__ u64 box_sum(const Box& place, int length) {
+  u64 sum = 0;
+  for (int e = threadIdx.x; e < length; e += THREADS) {
+    u8* at;
+    u64 element;
+    if (place.find<W>(e, at, element)) sum += change<W>(element, 0, load<W>(at));
   }
+  return sum;
+}
+
+// One block a tile of boxes, each row a whole one.
+extern "C" __global__ void __launch_bounds__(THREADS)
+fingerprint_boxes(ROWS, const u8* row_width, const u64* box_at, const u64* box_first, const s64* levels, u32 n_levels,
+                  u64* fp) {
+  u32 tile = blockIdx.x, row = tile_row[tile];
+  u64 first = (u64)tile_index[tile] * TILE, left = count[row] - first;
+  int length = left < TILE ? (int)left : TILE;
+  const s64* mine = levels + (u64)row * n_levels * 5;
+  Box place = {false, (u8*)box_at[row], box_first[row], start[row] + first, mine, (int)n_levels};
+  u64 sum;
+  switch (row_width[row]) {
+    case 1: sum = box_sum<1>(place, length); break;
+    case 2: sum = box_sum<2>(place, length); break;
+    case 4: sum = box_sum<4>(place, length); break;
+    default: sum = box_sum<8>(place, length); break;
+  }
+  block_sum(sum, fp + row);
 }

@@ -12,6 +12,7 @@ import ctypes
 import importlib.util
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -87,6 +88,17 @@ class Place:
             step = np.ones_like(extent)
             step[:, :-1] = np.cumprod(extent[:, :0:-1], axis=1)[:, ::-1]
         return cls(address, boxes.offset[rows], extent, boxes.stride[rows], step, np.zeros_like(extent), extent)
+
+    @classmethod
+    def nowhere(cls, rows: int, levels: int) -> Place:
+        """Rows that are not meant."""
+        zero = np.zeros((rows, levels), np.int64)
+        return cls(np.zeros(rows, np.uint64), np.zeros(rows, np.int64), zero + 1, zero, zero, zero, zero)
+
+    @classmethod
+    def joined(cls, places: Sequence[Place]) -> Place:
+        """Return the rows of several as one; all have as many levels."""
+        return cls(*(np.concatenate(columns) for columns in zip(*(vars(p).values() for p in places), strict=True)))
 
     def take(self, rows: I64) -> Place:
         """Return some of the rows."""

@@ -171,6 +171,9 @@ class Tiling(Protocol):
     def group_names(self, group: int) -> str:
         """Say which tensors a group holds."""
 
+    def __hash__(self) -> int:
+        """Hash by identity: what is derived from a tiling is kept beside it."""
+
 
 def form_groups(rows: Segments) -> Iterator[Segments]:
     """Cut a sequence of tiles into groups."""

@@ -277,17 +277,21 @@ class Reader:
 
     # ------------------------------------------------------------ deltas
 
-    def delta(self, version: int, wanted: Mask | None = None) -> Delta:
+    def delta(
+        self, version: int, wanted: Mask | None = None, *, room: Callable[[int], memoryview] | None = None
+    ) -> Delta:
         """Fetch a version's shards and check all that can be checked before decoding.
 
         wanted: whether each group is to be fetched; then of every shard only its tables are read, and the frames of
-        these groups. Raises NotFound when its data is gone, IntegrityError or FormatError naming version and tensors.
+        these groups, into memory that `room` gives. Raises NotFound when its data is gone, IntegrityError or
+        FormatError naming version and tensors.
         """
         if wanted is not None:
             manifest = self.manifest(version)
             tiling = self.tiling(manifest)
             whole = self._joined(manifest, tiling, self._fetch_tables(manifest.shards, tiling, version))
-            return replace(whole, fetched=tuple(self._fetch_groups(whole.fetched, wanted, version)))
+            fetched = self._fetch_groups(whole.fetched, wanted, version, room or self._room.take)
+            return replace(whole, fetched=tuple(fetched))
         with closing(self.deltas([version])) as found:
             return next(found)
 
@@ -334,32 +338,41 @@ class Reader:
 
         return tuple(requests(self.store, get, shards, self.threads))
 
-    def _fetch_groups(self, tables: Sequence[Fetched], wanted: Mask, version: int) -> Iterator[Fetched]:
-        """Read the frames of the groups that are wanted, each checked against its own checksum."""
+    def _fetch_groups(
+        self, tables: Sequence[Fetched], wanted: Mask, version: int, room: Callable[[int], memoryview]
+    ) -> Iterator[Fetched]:
+        """Read the frames of the groups that are wanted, side by side, each checked against its own checksum."""
         runs: list[_Run] = []
-        chosen = []
+        chosen: list[Fetched] = []
         for one in tables:
             frames = one.index.frames[wanted[one.index.frames["group"]]]
+            if not len(frames):
+                chosen.append(replace(one, index=Index(frames, one.index.changes), data=memoryview(b"")))
+                continue
             begin = frames["offset"].astype(np.int64)
             order = np.argsort(begin)
             begin, end = begin[order], (begin + frames["stored"])[order]
             # What lies side by side, but for padding, is read at once.
             apart = np.flatnonzero(begin[1:] - end[:-1] >= ALIGN) + 1
-            for side in np.split(np.arange(len(begin)), apart) if len(begin) else []:
-                first, last = int(begin[side[0]]), int(end[side[-1]])
-                runs += [_Run(one, b, min(b + _CHUNK, last)) for b in range(first, last, _CHUNK)]
-            chosen.append((one, frames))
+            first, last = begin[np.insert(apart, 0, 0)], end[np.append(apart - 1, -1)]
+            to = np.cumsum(-(-(last - first) // ALIGN) * ALIGN)
+            data = room(int(to[-1]))
+            to -= -(-(last - first) // ALIGN) * ALIGN
+            for b, e, t in zip(first.tolist(), last.tolist(), to.tolist(), strict=True):
+                for at in range(b, e, _CHUNK):
+                    stop = min(at + _CHUNK, e)
+                    runs.append(_Run(one.shard.key, at, data[t + at - b : t + stop - b]))
+            moved = np.repeat(to - first, np.diff(apart, prepend=0, append=len(begin)))
+            frames["offset"][order] = (begin + moved).astype(np.uint64)
+            read_bytes = one.nbytes + int((last - first).sum())
+            chosen.append(Fetched(one.shard, Index(frames, one.index.changes), data, read_bytes))
 
-        def get(run: _Run) -> _Run:
-            self.store.read_into(run.table.shard.key, run.table.data[run.begin : run.end], offset=run.begin)
-            return run
+        def get(run: _Run) -> None:
+            self.store.read_into(run.key, run.data, offset=run.begin)
 
-        read_bytes = {one.shard.key: one.nbytes for one in tables}
-        with closing(requests(self.store, get, runs, self.threads)) as done:
-            for run in done:
-                read_bytes[run.table.shard.key] += run.end - run.begin
-        for one, frames in chosen:
-            found = Fetched(one.shard, Index(frames, one.index.changes), one.data, read_bytes[one.shard.key])
+        for _ in requests(self.store, get, runs, self.threads):
+            pass
+        for found in chosen:
             try:
                 self.check_frames(found)
             except IntegrityError as exc:
@@ -616,11 +629,11 @@ def _require_size(version: int, shard: Shard, nbytes: int) -> None:
 
 
 class _Run(NamedTuple):
-    """Bytes of a shard that one request fetches into their place, besides its tables."""
+    """Bytes of a shard that one request fetches into their place, besides its tables. begin: in the shard."""
 
-    table: Fetched
+    key: str
     begin: int
-    end: int
+    data: memoryview
 
 
 class _Piece(NamedTuple):

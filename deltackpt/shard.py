@@ -277,7 +277,7 @@ class Index:
 class Fetched:
     """A shard in memory, checked against its checksums. index: frames of the groups that were read, and all changes.
 
-    data: as long as the shard; nbytes: how many of its bytes were read.
+    data: the shard, or only these frames, which then have their places there; nbytes: how many bytes were read.
     """
 
     shard: Shard

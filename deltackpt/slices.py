@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from deltackpt.backend import Cpu, Device, Staged, apply_rows, box_fingerprints
+from deltackpt.backend import BoxDevice, Device
 from deltackpt.chain import Plan, Step
 from deltackpt.digest import U64, sha256
 from deltackpt.errors import ChainError, ConfigError, Poisoned
 from deltackpt.holding import Slice, dtensor_slice, is_dtensor
-from deltackpt.kernels import Place, first_elements, view
+from deltackpt.kernels import Place, first_elements
 from deltackpt.layout import BITS, I64, Layout, Mask, Segments
 from deltackpt.partition import MAX_DIMENSIONS, Partition, join_levels
 from deltackpt.reader import AnchorSource, Delta, Reader, named, requests, source_lacks
 from deltackpt.tensors import Memory as TensorMemory
-from deltackpt.tensors import StagedTensors, TensorTarget, describe, find_twins, one_place
+from deltackpt.tensors import StagedTensors, TensorTarget, bits, describe, find_twins
 
 if TYPE_CHECKING:
     import torch
@@ -35,13 +35,13 @@ _BLOCK = 64 << 20
 
 
 class SliceTarget(TensorTarget):
-    """Boxes of tensors, on the CPU, as the target of a follower.
+    """Boxes of tensors, on the CPU or on an NVIDIA GPU, as the target of a follower.
 
     slices: `Slice`s, or (name, tensor) of torch DTensors and whole tensors, also as a mapping. They stay the caller's
     and are written only inside `Prepared.apply`. Equal boxes that share memory are written once. Names that are not
     held are not fetched. version: that the slices hold already, by the caller's word; as far as this rank can see, it
     is proven. Without it the first version is read from an anchor: of every tensor the rows of its first dimension
-    that hold something. The bytes that a version took are in `Prepared.staging.nbytes`.
+    that hold something. The bytes that a version took are in `Prepared.staging.nbytes`. backend: see tensors.choose.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class SliceTarget(TensorTarget):
         slices: Mapping[str, torch.Tensor] | Iterable[Slice | tuple[str, torch.Tensor]],
         *,
         version: int | None = None,
+        backend: str = "auto",
     ) -> None:
         given = [_slice(one) for one in (slices.items() if isinstance(slices, Mapping) else slices)]
         self._slices: dict[str, Slice] = {}
@@ -57,20 +58,23 @@ class SliceTarget(TensorTarget):
             if label in self._slices:
                 raise ConfigError(f"slice {label} is given twice (duplicate)")
             self._slices[label] = one
-        super().__init__({label: cast("torch.Tensor", one.tensor) for label, one in self._slices.items()})
+        super().__init__(
+            {label: cast("torch.Tensor", one.tensor) for label, one in self._slices.items()}, backend=backend
+        )
         self._word = version
         self._held: Held | None = None
         self._table: U64 = np.empty(0, np.uint64)
 
-    def device(self, threads: int | None) -> Device:
-        """Return the backend. Raises ConfigError for slices on a GPU."""
-        on = one_place({label: tensor.device for label, tensor in self._tensors.items()})
-        if on != "cpu":
+    def device(self, threads: int | None) -> BoxDevice:
+        """Return the backend of the device that holds the slices. Raises ConfigError where it cannot reach boxes."""
+        device = super().device(threads)
+        assert self.choice is not None
+        if self.choice.backend == "torch":
             raise ConfigError(
-                f"slices on {on}: slices are followed on the CPU only; "
-                "use a TensorTarget of whole tensors on the GPU, or slices in host memory"
+                f"slices on {self.choice.on}: backend torch ({self.choice.reason}) follows whole tensors only; "
+                "use a TensorTarget, or slices on an NVIDIA GPU or in host memory"
             )
-        return Cpu(threads)
+        return cast("BoxDevice", device)
 
     def held(self) -> Held:
         """Return the boxes, as they lie in the layout of the store."""
@@ -111,7 +115,7 @@ class SliceTarget(TensorTarget):
     def _pass_over(self, threads: int | None) -> U64:
         """Return what each box adds to the fingerprint of its tensor, by a full pass."""
         held = self.held()
-        return box_fingerprints(held.layout, held.tensor, held.place, threads=threads)
+        return self.device(threads).box_fingerprints(held.layout, held.tensor, held.place)
 
     def stage(self, reader: Reader, plan: Plan) -> StagedSlices:
         """Fetch what the boxes need, decode and check it; the slices are not touched."""
@@ -153,7 +157,7 @@ class Held:
 
     begin, end, shape, step (n, dimensions): missing dimensions come first, as 0..1 of 1; first: where each has its
     first; step: from element to element in memory; owner: the box itself, or the one whose memory it shares. A tensor
-    that is never cut other than by rows may be held as one dimension.
+    that is never cut other than by rows may be held as one dimension. tensors: what was given of each.
     """
 
     def __init__(self, layout: Layout, slices: Mapping[str, Slice], twins: Mapping[str, str]) -> None:
@@ -175,6 +179,7 @@ class Held:
         self.first = np.array([wide - len(row.shape) for _, row in rows], np.int64)
         self.tensor = np.array([row.tensor for _, row in rows], np.int64)
         self.address = np.array([row.address for _, row in rows], np.uint64)
+        self.tensors = [cast("torch.Tensor", slices[label].tensor) for label in self.labels]
         number = {label: i for i, label in enumerate(self.labels)}
         self.owner = np.array([number[twins.get(label, label)] for label in self.labels], np.int64)
         for i, j in enumerate(self.owner.tolist()):
@@ -281,6 +286,7 @@ class Reach:
 
     def __init__(self, held: Held, tiling: Layout | Partition) -> None:
         self.tiling = tiling
+        self._located: list[object] | None = None
         own = np.flatnonzero(held.owner == np.arange(len(held.owner)))
         self.passes: list[_Pass] = []
         while len(own):
@@ -299,6 +305,12 @@ class Reach:
         self.pair = np.searchsorted(self.keys, tiling.pair) if isinstance(tiling, Partition) else self.keys
         self.proven = np.ones(len(self.keys), bool)
         np.logical_and.at(self.proven, self.pair, covered)
+
+    def locate(self, device: BoxDevice) -> list[object]:
+        """Return where the boxes of each pass are, as the device wants to be told; looked up once."""
+        if self._located is None:
+            self._located = [device.locate(self.tiling, one.where) for one in self.passes]
+        return self._located
 
     def expected(self, delta: Delta, *, undo: bool) -> U64:
         """Return what a delta says that each key adds to its tensor's fingerprint."""
@@ -419,8 +431,10 @@ class StagedSlices(StagedTensors):
 
     def _fetch(self, reader: Reader, versions: Sequence[int]) -> Generator[Delta]:
         for version in versions:
-            reach = self.target.held().reach(reader.tiling(reader.manifest(version)))
-            delta = reader.delta(version, reach.wanted)
+            tiling = reader.tiling(reader.manifest(version))
+            reach = self.target.held().reach(tiling)
+            reach.locate(self.target.device(self.threads))
+            delta = reader.delta(version, reach.wanted, room=self.device.room)
             self.nbytes += delta.nbytes
             yield delta
 
@@ -459,8 +473,9 @@ class StagedSlices(StagedTensors):
         reach = held.reach(delta.tiling)
         total = np.zeros(len(reach.keys), np.uint64)
         added = np.zeros(len(held.tensor), np.uint64)
-        for one in reach.passes:
-            found = apply_rows(delta.tiling, cast("Sequence[Staged]", staged), one.where, threads=self.threads)
+        device = self.target.device(self.threads)
+        for one, located in zip(reach.passes, reach.locate(device), strict=True):
+            found = device.apply_rows(delta.tiling, staged, located)
             np.add.at(added, one.mine, found[one.box])
             np.add.at(total, reach.pair[one.proves], found[one.proves])
         self._added += added[held.owner]
@@ -481,6 +496,8 @@ class StagedSlices(StagedTensors):
 
 def _read_boxes(held: Held, anchor: AnchorSource, threads: int | None) -> int:
     """Read every box from the files of an anchor; returns the bytes that were read."""
+    import torch
+
     checkpoint = anchor.checkpoint
     work: list[_Rows] = []
     row_bytes = np.zeros(len(held.tensor), np.int64)
@@ -501,12 +518,17 @@ def _read_boxes(held: Held, anchor: AnchorSource, threads: int | None) -> int:
         anchor.store.read_into(key, memoryview(block).cast("B"), offset=offset)
         shape = [count, *held.shape[i, first + 1 :].tolist()]
         cut = zip(held.begin[i, first + 1 :].tolist(), held.end[i, first + 1 :].tolist(), strict=True)
-        mine = block.view(f"<u{width}").reshape(shape)[(slice(None), *(slice(b, e) for b, e in cut))]
-        steps = held.step[i, first:].tolist()
-        begin = int(held.address[i]) + (rows.begin - int(held.begin[i, first])) * steps[0] * width
-        span = 1 + sum((n - 1) * s for n, s in zip(mine.shape, steps, strict=True))
-        memory = view(begin, span * width).view(f"<u{width}")
-        np.lib.stride_tricks.as_strided(memory, mine.shape, [s * width for s in steps], writeable=True)[...] = mine
+        elements = block if width == 1 else block.view(f"<i{width}")
+        mine = torch.from_numpy(elements.reshape(shape)[(slice(None), *(slice(b, e) for b, e in cut))])
+        memory = bits(held.tensors[i])
+        if memory.dim() != len(shape):
+            memory = memory.view(-1)
+        with torch.inference_mode():  # tensors of it may be written inside only
+            memory[rows.begin - int(held.begin[i, first]) :][:count].copy_(mine)
         return len(block)
 
-    return sum(requests(anchor.store, read, work, threads))
+    total = sum(requests(anchor.store, read, work, threads))
+    if held.tensors and held.tensors[0].is_cuda:
+        # Other threads have copied, on streams of theirs.
+        torch.cuda.synchronize(held.tensors[0].device)
+    return total

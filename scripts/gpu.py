@@ -8,15 +8,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 
 from deltackpt import backend, cuda, nvcomp
 from deltackpt.digest import U64
+from deltackpt.holding import Slice
 from deltackpt.layout import Layout
+from deltackpt.partition import Box, Partition
 from deltackpt.shard import EncodedGroup, Fetched, assemble, parse_index
+from deltackpt.slices import Held, Reach
+from deltackpt.tensors import bits
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8}
@@ -45,12 +51,12 @@ def same(left: list[EncodedGroup], right: list[EncodedGroup]) -> None:
         assert all(bytes(f.stored) == bytes(g.stored) for f, g in zip(a.frames, b.frames, strict=True))
 
 
-def stored(layout: Layout, groups: list[EncodedGroup], device: cuda.Cuda) -> Fetched:
+def stored(tiling: Layout | Partition, groups: list[EncodedGroup], device: cuda.Cuda) -> Fetched:
     """Return groups as a follower sees them: in a shard that was fetched."""
     image = assemble("data/shard", groups)
     memory = device.room(image.shard.nbytes)
     memory[:] = b"".join(bytes(part) for part in image.parts)
-    return Fetched(image.shard, parse_index(image.shard, memory, layout), memory)
+    return Fetched(image.shard, parse_index(image.shard, memory, tiling), memory)
 
 
 WAYS = (
@@ -101,6 +107,98 @@ def compare(seed: int) -> None:
     )
 
 
+def random_partition(rng: np.random.Generator, layout: Layout, parts: int) -> Partition:
+    """Cut tensors in two along random dimensions, some times, and deal the boxes out."""
+    dealt: list[list[tuple[int, Box | None]]] = [[] for _ in range(parts)]
+    for t, shape in enumerate(layout.shapes):
+        boxes: list[Box] = [tuple((0, n) for n in shape)]
+        for _ in range(int(rng.integers(0, 4))):
+            box = boxes.pop(int(rng.integers(len(boxes))))
+            axis = int(rng.integers(len(box)))
+            begin, end = box[axis]
+            at = int(rng.integers(begin, end))
+            cuts = [(begin, at), (at, end)] if at > begin else [(begin, end)]
+            boxes += [(*box[:axis], cut, *box[axis + 1 :]) for cut in cuts]
+        for box in boxes:
+            dealt[int(rng.integers(parts))].append((t, box))
+    return Partition(layout, dealt)
+
+
+def cut(layout: Layout, content: np.ndarray, tensor: int, box: Box) -> np.ndarray:
+    """Return the bytes of a box, side by side."""
+    elements = content.view(f"<u{layout.width[tensor]}").reshape(layout.shapes[tensor])
+    return np.ascontiguousarray(elements[tuple(slice(*c) for c in box)]).reshape(-1).view(np.uint8)
+
+
+def strided(rng: np.random.Generator, layout: Layout, content: np.ndarray, tensor: int, box: Box) -> Slice:
+    """Return a box of a tensor in memory on the device: side by side, with room between its rows, or transposed."""
+    width = int(layout.width[tensor])
+    unit = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}[width]
+    shape = [e - b for b, e in box]
+    kind = int(rng.integers(3))
+    if kind == 0:
+        memory = torch.empty(shape, dtype=unit, device=DEVICE)
+    elif kind == 1:
+        memory = torch.empty([n + 3 for n in shape], dtype=unit, device=DEVICE)[tuple(slice(1, n + 1) for n in shape)]
+    else:
+        memory = torch.empty(shape[::-1], dtype=unit, device=DEVICE).permute(*range(len(shape))[::-1])
+    raw = torch.from_numpy(cut(layout, content, tensor, box).copy()).to(DEVICE)
+    bits(memory).copy_(raw.view(bits(memory).dtype).reshape(shape))
+    return Slice(layout.names[tensor], layout.shapes[tensor], box, memory)
+
+
+def compare_parts(seed: int) -> None:
+    """One random layout, cut for publishing and cut otherwise for following, on both backends."""
+    rng = np.random.default_rng(seed)
+    shapes = [(1,), (9000,), (64, 40), (300, 70), (7, 33, 50), (5, 4, 3, 200)]
+    n = int(rng.integers(1, 8))
+    dtypes = [str(rng.choice(list(DTYPES))) for _ in range(n)]
+    layout = Layout([f"t{i}" for i in range(n)], dtypes, [shapes[int(rng.integers(len(shapes)))] for _ in range(n)])
+    old = [rng.integers(0, 256, int(b), dtype=np.uint8) for b in layout.nbytes]
+    new = []
+    for content in old:
+        hit = rng.random(len(content)) < rng.choice([0.001, 0.01, 0.1, 0.5])
+        new.append(content ^ hit * rng.integers(1, 256, len(content), dtype=np.uint8))
+    parts = random_partition(rng, layout, int(rng.integers(1, 4)))
+    cpu, total, encoded = backend.Cpu(2), np.zeros(n, np.uint64), list[EncodedGroup]()
+    for part in range(parts.parts):
+        places = parts.places(part)
+        sides = [[torch.from_numpy(cut(layout, c[t], t, b).copy()) for t, b in places] for c in (old, new)]
+        expected = list(backend.encode_part(parts, part, addresses(sides[0]), addresses(sides[1]), threads=2))
+        held = [[tensor.to(DEVICE) for tensor in side] for side in sides]
+        before, after = map(addresses, held)
+        made = cuda.Cuda(str(DEVICE), 2).encode_part(parts, part, before, after, codec="zstd", form="sparse")
+        same(expected, list(made.groups()))
+        made.advance(before)
+        assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
+        encoded += expected
+        for group in expected:
+            np.add.at(total, group.tensor, group.fingerprint)
+    ranks = random_partition(rng, layout, 2)
+    for decoder in ("cpu", "nvcomp"):
+        device = cuda.Cuda(str(DEVICE), 2)
+        device.nvcomp = decoder == "nvcomp"
+        fetched = stored(parts, encoded, device)
+        staged = device.stage(parts, [fetched])
+        tensors = [torch.from_numpy(c.copy()).to(DEVICE) for c in old]
+        assert np.array_equal(device.apply(parts, staged, addresses(tensors)), total)
+        assert all(torch.equal(t.cpu(), torch.from_numpy(c)) for t, c in zip(tensors, new, strict=True))
+        for rank in range(ranks.parts):
+            slices = {f"{i}": strided(rng, layout, old[t], t, b) for i, (t, b) in enumerate(ranks.places(rank))}
+            host = {k: replace(s, tensor=cast("torch.Tensor", s.tensor).cpu()) for k, s in slices.items()}
+            here, there = Held(layout, slices, {}), Held(layout, host, {})
+            ours, theirs = Reach(here, parts), Reach(there, parts)
+            for mine, one in zip(ours.locate(device), theirs.locate(cpu), strict=True):
+                found = device.apply_rows(parts, staged, mine)
+                assert np.array_equal(found, cpu.apply_rows(parts, cpu.stage(parts, [fetched]), one))
+            for (t, b), one in zip(ranks.places(rank), slices.values(), strict=True):
+                due = torch.from_numpy(cut(layout, new[t], t, b).copy())
+                raw = bits(cast("torch.Tensor", one.tensor)).contiguous().reshape(-1).view(torch.uint8).cpu()
+                assert torch.equal(raw, due), (seed, decoder, layout.names[t], b)
+            sums = device.box_fingerprints(layout, here.tensor, here.place)
+            assert np.array_equal(sums, cpu.box_fingerprints(layout, there.tensor, there.place))
+
+
 def seconds(work: Callable[[], object], times: int = 7) -> float:
     """Median time of a call, the device idle before and after."""
     work()
@@ -130,15 +228,15 @@ def weights(n: int, density: float, width: int) -> tuple[torch.Tensor, torch.Ten
     return old, new
 
 
-def extract_only(layout: Layout, tables: cuda._Tables, old: U64, new: U64) -> None:
+def extract_only(tables: cuda._Tables, old: U64, new: U64) -> None:
     """Extract and put in order, window after window; nothing goes to the host but the sums."""
     kernels = cuda._kernels(0)
-    sides = (tables.row_addresses(old), tables.row_addresses(new))
-    zeros = [cuda._zeros(len(tables.tensor), DEVICE, torch.int64) for _ in range(2)]
-    for groups in cuda._windows(layout):
-        window = cuda._Window(layout, tables, groups)
-        window.extract(kernels, sides, (zeros[0], zeros[1]))
-        window.compact(kernels, sides, (zeros[0], zeros[1]))
+    sides = (tables.whole(old).runs, tables.whole(new).runs)
+    sums = (cuda._sums(tables), cuda._sums(tables))
+    for groups in cuda._windows(tables, range(len(tables.group_tiles))):
+        window = cuda._Window(tables, groups)
+        window.extract(kernels, sides, sums)
+        window.compact(kernels, sides, sums)
 
 
 def speed(gb: float) -> list[dict[str, object]]:
@@ -153,8 +251,7 @@ def speed(gb: float) -> list[dict[str, object]]:
         copy = torch.empty_like(old)
         t_copy = seconds(lambda: copy.copy_(old))  # noqa: B023 - called at once
         tables = cuda._tables(layout, DEVICE)
-        fp = cuda._zeros(len(tables.tensor), DEVICE, torch.int64)
-        t_extract = seconds(lambda: extract_only(layout, tables, a, b))  # noqa: B023
+        t_extract = seconds(lambda: extract_only(tables, a, b))  # noqa: B023
         device = cuda.Cuda(str(DEVICE))
         times: dict[str, list[float]] = {"encode": [], "stage": []}
         for _ in range(6):
@@ -166,10 +263,10 @@ def speed(gb: float) -> list[dict[str, object]]:
             (staged,) = device.stage(layout, [fetched])
             times["stage"].append(time.perf_counter() - began)
         t_encode, t_stage = (statistics.median(times[n][3:]) for n in ("encode", "stage"))
-        rows_at, sums = tables.row_addresses(addresses([copy])), fp.clone()
-        t_apply = seconds(lambda: staged.apply(rows_at, sums))  # noqa: B023
+        where, sums = tables.whole(addresses([copy])), cuda._sums(tables)
+        t_apply = seconds(lambda: staged.apply(where, sums))  # noqa: B023
         copy.copy_(old)
-        cuda.apply(staged, addresses([copy]))
+        cuda.apply(staged, where)
         exact = torch.equal(copy, new)
         t_fingerprint = seconds(lambda: cuda.fingerprints(layout, b, DEVICE))  # noqa: B023
         nbytes = n * width
@@ -200,7 +297,12 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for seed in range(options.cases):
         compare(seed)
-    print(f"{options.cases} random layouts: the CUDA backend gives the bytes of the CPU backend", flush=True)
+        compare_parts(seed)
+    print(
+        f"{options.cases} random layouts, whole, in parts and in strided slices: the CUDA backend gives the bytes of "
+        "the CPU backend",
+        flush=True,
+    )
     rows = speed(options.gb)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -186,6 +186,9 @@ def _failure(action: Callable[[], object] | Iterable[str | Path], kind: type[Del
 
 # ---------------------------------------------------------------- live tensors
 
+DEVICE = os.environ.get("DELTACKPT_TEST_DEVICE", "cpu")
+"""Where live tensors are made. `scripts/gpu` runs some tests with those of a GPU."""
+
 _TORCH = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
@@ -201,7 +204,7 @@ def tensor_of(dtype: str, shape: Sequence[int], raw: bytes) -> torch.Tensor:
 
     if dtype == "F4":
         shape = [*shape[:-1], shape[-1] // 2]
-    made = torch.empty(tuple(shape), dtype=getattr(torch, _TORCH[dtype]))
+    made = torch.empty(tuple(shape), dtype=getattr(torch, _TORCH[dtype]), device=DEVICE)
     if raw:
         flat = made.view(-1) if made.dim() == 0 else made
         flat.view(torch.uint8).view(-1).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
@@ -212,7 +215,7 @@ def raw_of(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor in the order of its elements."""
     from deltackpt.tensors import bits
 
-    return bits(tensor).contiguous().reshape(-1).numpy().tobytes()
+    return bits(tensor).cpu().contiguous().reshape(-1).numpy().tobytes()
 
 
 def live(folder: Path) -> dict[str, torch.Tensor]:

@@ -14,8 +14,11 @@ torch = pytest.importorskip("torch", reason="the CUDA backend works on torch ten
 
 from deltackpt import backend, codec, cuda  # noqa: E402 - after the check for torch
 from deltackpt.errors import ConfigError, FormatError  # noqa: E402
+from deltackpt.holding import Slice  # noqa: E402
 from deltackpt.layout import TILE, Layout  # noqa: E402
+from deltackpt.partition import Box, Partition  # noqa: E402
 from deltackpt.shard import FRAME, EncodedGroup, assemble, parse_index  # noqa: E402
+from deltackpt.slices import Held, Reach  # noqa: E402
 
 SOURCE = Path(cuda.__file__).with_name("kernels.cu").read_text()
 
@@ -31,7 +34,7 @@ def test_group_record_has_the_fields_of_the_kernels_struct() -> None:
 
 
 def test_every_kernel_that_is_looked_up_is_in_the_source() -> None:
-    written = set(re.findall(r"^(?:extern .*\n?)?.*?\b(\w+)\(ROWS", SOURCE, re.MULTILINE)) | {"fingerprint"}
+    written = set(re.findall(r"^(?:extern .*\n?)?.*?\b(\w+)\(ROWS", SOURCE, re.MULTILINE))
     expanded = {f"extract_{w}" for w in re.findall(r"^EXTRACT\((\d), \d\)", SOURCE, re.MULTILINE)}
     assert set(cuda.KERNELS) <= written | expanded
 
@@ -52,8 +55,9 @@ def test_tables_name_the_row_and_place_of_every_tile() -> None:
     assert start.tolist() == [0, 0, 0]
     assert tables.row_width.tolist() == [1, 1, 2]
     assert tables.tile_length.tolist() == [TILE, 1, 5, TILE, TILE, TILE]
-    addresses = tables.row_addresses(np.array([1000, 2000, 3000], np.uint64))
-    assert addresses.tolist() == [1000, 3000, 2000]
+    where = tables.whole(np.array([1000, 2000, 3000], np.uint64))
+    assert where.runs.tolist() == [1000, 3000, 2000]
+    assert where.boxes is None
 
 
 def test_columns_lie_plane_after_plane_and_group_after_group() -> None:
@@ -83,22 +87,82 @@ def test_columns_lie_plane_after_plane_and_group_after_group() -> None:
     assert (packed.records(0, 0)["values"] - packed.begin.astype(np.uint64)).tolist() == [16, 2 + 34]
 
 
+def test_tables_of_a_partition_tell_runs_from_boxes_with_strides() -> None:
+    """Rows 0 to 63 of `a` whole, columns 0 to 9 and 10 to 39 of the rest: a run and two strided boxes."""
+    layout = Layout(["a", "b"], ["BF16", "U8"], [(256, 400), (7,)])
+    cuts: list[list[tuple[int, Box | None]]] = [
+        [(0, ((0, 64), (0, 400))), (1, None)],
+        [(0, ((64, 256), (0, 300))), (0, ((64, 256), (300, 400)))],
+    ]
+    tables = cuda._tables(Partition(layout, cuts), torch.device("cpu"))
+    # By part and width: b, the run of a, then the two boxes of part 1 (57,600 and 19,200 elements).
+    assert tables.tensor.tolist() == [1, 0, 0, 0]
+    assert tables.box.tolist() == [1, 0, 2, 3]
+    assert tables.strided.tolist() == [False, False, True, True]
+    where = tables.whole(np.array([10_000, 500], np.uint64))
+    assert where.runs.tolist() == [500, 10_000, 0, 0]
+    assert where.boxes is not None
+    start, at, first, levels, n = where.boxes
+    assert start.tolist() == [0, 0, 0, 0]
+    assert at.tolist() == [0, 0, 10_000 + 2 * 64 * 400, 10_000 + 2 * (64 * 400 + 300)]
+    assert first.tolist()[2:] == [64 * 400, 64 * 400 + 300]
+    assert int(n) == 2
+    # Of each level: extent, stride in the tensor, step in memory, low, high.
+    assert levels.tolist()[2:] == [
+        [[192, 400, 400, 0, 192], [300, 1, 1, 0, 300]],
+        [[192, 400, 400, 0, 192], [100, 1, 1, 0, 100]],
+    ]
+    boxes = np.array([1000, 2000, 3000, 4000], np.uint64)
+    assert tables.apart(boxes[2:], 2).tolist() == [0, 0, 3000, 4000]
+    assert tables.looked_at(boxes[:2], 0) is None
+    looked = tables.looked_at(boxes[2:], 2)
+    assert looked is not None
+    assert looked[1].tolist() == [0, 0, 3000, 4000]
+    assert looked[3].tolist()[2:] == [
+        [[192, 400, 300, 0, 192], [300, 1, 1, 0, 300]],
+        [[192, 400, 100, 0, 192], [100, 1, 1, 0, 100]],
+    ]
+    assert tables.per_tensor(np.array([1, 2, 3, 4], np.uint64)).tolist() == [9, 1]
+    assert tables.per_box(np.array([1, 2, 3, 4], np.uint64)).tolist() == [2, 1, 3, 4]
+
+
+def test_places_of_slices_are_uploaded_for_the_rows_of_a_version() -> None:
+    """Columns 5 to 24 of a matrix of 64 by 40 in memory of 20 columns; the version was published as whole tensors."""
+    layout = Layout(["a", "b"], ["BF16", "U8"], [(64, 40), (7,)])
+    box = ((0, 64), (5, 25))
+    slices = {"a": Slice("a", (64, 40), box, torch.empty((64, 20), dtype=torch.bfloat16))}
+    held = Held(layout, slices, {})
+    device = cuda.Cuda.__new__(cuda.Cuda)
+    device.device = torch.device("cpu")
+    (one,) = Reach(held, layout).passes
+    where = device.locate(layout, one.where)
+    assert where.runs.tolist() == [0, 0]
+    assert where.boxes is not None
+    _, at, first, levels, n = where.boxes
+    # Five elements before the slice the tensor's row would begin.
+    assert at.tolist() == [0, int(held.address[0]) - 10]
+    assert (first.tolist()[1], int(n)) == (0, 2)
+    assert levels.tolist()[1] == [[64, 40, 20, 0, 64], [40, 1, 1, 5, 25]]
+
+
 def test_windows_are_whole_groups_of_one_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltackpt.layout.GROUP_BYTES", 2 * TILE)
     monkeypatch.setattr(cuda, "_WINDOW", 4 * TILE)
     layout = Layout(["a", "b"], ["U8", "BF16"], [(6 * TILE,), (2 * TILE,)])
     assert [g.width for g in layout.groups] == [1, 1, 1, 2, 2]
-    assert list(cuda._windows(layout)) == [range(0, 2), range(2, 3), range(3, 5)]
+    tables = cuda._tables(layout, torch.device("cpu"))
+    assert list(cuda._windows(tables, range(5))) == [range(0, 2), range(2, 3), range(3, 5)]
+    assert list(cuda._windows(tables, range(1, 4))) == [range(1, 3), range(3, 4)]
 
 
 def test_room_of_a_window_is_what_it_needed_last_and_a_quarter_more() -> None:
     layout = Layout(["a", "b"], ["U8", "BF16"], [(64 * TILE,), (128 * TILE,)])
     tables = cuda._tables(layout, torch.device("cpu"))
     tables.needed.clear()
-    first = [cuda._Window(layout, tables, groups) for groups in cuda._windows(layout)]
+    first = [cuda._Window(tables, groups) for groups in cuda._windows(tables, range(2))]
     assert [(w.room, w.dense_room) for w in first] == [(1.25 * TILE + TILE, 0), (2.5 * TILE + TILE, 0)]
     tables.needed[1] = (100, 2 * TILE)
-    again = [cuda._Window(layout, tables, groups) for groups in cuda._windows(layout)]
+    again = [cuda._Window(tables, groups) for groups in cuda._windows(tables, range(2))]
     assert [(w.room, w.dense_room) for w in again] == [(1.25 * TILE + TILE, 0), (125 + TILE, 2.5 * TILE)]
 
 
@@ -123,7 +187,7 @@ def test_frames_go_where_the_planes_of_their_group_lie(density: float, monkeypat
         monkeypatch.setattr(module, "PLANE_FRAME", 1 << 14)
     layout, groups, frames = encoded(density)
     tables = cuda._tables(layout, torch.device("cpu"))
-    shape, place = cuda._require_columns(layout, tables, frames)
+    shape, place = cuda._require_columns(tables, frames)
     memory = np.zeros(shape.nbytes, np.uint8)
     all_frames = [frame for group in groups for frame in group.frames]
     assert (max(sum(f.plane == 8 for f in g.frames) for g in groups) > 2) == (density > 0.1)
@@ -151,7 +215,7 @@ def test_frames_that_make_up_no_columns_are_refused_before_room_is_made(field: s
     wrong = frames.copy()
     wrong[field][np.flatnonzero(frames["plane"] == plane)[0]] = value
     with pytest.raises(FormatError, match=r"group 0 \(a\): frames of .* do not make up its columns"):
-        cuda._require_columns(layout, tables, wrong)
+        cuda._require_columns(tables, wrong)
 
 
 def test_group_with_more_changes_than_elements_is_refused_before_room_is_made() -> None:
@@ -161,7 +225,7 @@ def test_group_with_more_changes_than_elements_is_refused_before_room_is_made() 
     frames["plane"], frames["raw"], frames["stored"] = [0, 1, 2, 8], [2, TILE + 1, TILE + 1, TILE + 1], 1
     frames["codec"] = codec.ZSTD
     with pytest.raises(FormatError, match=r"group 0 \(a\)"):
-        cuda._require_columns(layout, tables, frames)
+        cuda._require_columns(tables, frames)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -180,3 +244,4 @@ def test_backend_gives_the_bytes_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> 
 
     for seed in range(40):
         gpu.compare(seed)
+        gpu.compare_parts(seed)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import raw_of, tensor_of
+from helpers import DEVICE, raw_of, tensor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import Stream
@@ -137,8 +137,8 @@ def test_slices_of_nothing_known_are_read_from_an_anchor(made: Stream, holding: 
 def test_slices_in_strided_memory_are_written_where_they_are(made: Stream) -> None:
     """A transposed matrix, and columns of a larger buffer of which the rest stays as it is."""
     first, second = slices_of(LAYOUT, made.contents[0], [(0, ((0, 64), (10, 40))), (2, ((0, 6), (3, 9), (0, 7)))])
-    turned = torch.empty((30, 64), dtype=torch.bfloat16).t().copy_(first.tensor)
-    buffer = torch.full((6, 10, 9), 7.0)
+    turned = torch.empty((30, 64), dtype=torch.bfloat16, device=DEVICE).t().copy_(first.tensor)
+    buffer = torch.full((6, 10, 9), 7.0, device=DEVICE)
     inside = buffer[:, 2:8, 1:8].copy_(second.tensor)
     slices = [Slice(first.name, first.shape, first.box, turned), Slice(second.name, second.shape, second.box, inside)]
     follower = Follower(made.url, SliceTarget(slices, version=0))
@@ -273,7 +273,7 @@ def test_interrupted_apply_is_poisoned_and_reseeded(made: Stream, monkeypatch: p
     prepared = follower.prepare(1)
     assert prepared is not None
     with monkeypatch.context() as patch:
-        patch.setattr("deltackpt.slices.apply_rows", lambda *_args, **_named: 1 / 0)
+        patch.setattr("deltackpt.backend.apply_rows", lambda *_args, **_named: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepared.apply()
     with pytest.raises(Poisoned):
@@ -393,7 +393,13 @@ def test_slices_that_do_not_fit_are_refused_by_name(made: Stream) -> None:
     assert "overlaps another tensor in memory" in refused(
         made, good, Slice("a", good.shape, ((0, 63), (0, 10)), good.tensor[1:])
     )
-    assert "is a box of [64, 39] here" in refused(made, ("a", torch.empty(64, 39, dtype=torch.bfloat16)))
+    assert "is a box of [64, 39] here" in refused(made, ("a", torch.empty(64, 39, dtype=torch.bfloat16, device=DEVICE)))
+
+
+def test_slices_are_refused_by_a_backend_that_follows_whole_tensors(made: Stream) -> None:
+    (one,) = slices_of(LAYOUT, made.contents[0], [(0, ((0, 64), (0, 10)))])
+    with pytest.raises(ConfigError, match=r"backend torch \(asked for by name\) follows whole tensors only"):
+        Follower(made.url, SliceTarget([one], backend="torch")).prepare()
 
 
 def test_names_that_share_memory_but_are_other_boxes_are_refused(tmp_path: Path) -> None:
