@@ -26,6 +26,8 @@ from deltackpt.tensors import bits
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8}
+OF_WIDTH = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
+"""A torch dtype of each of them, by its bytes."""
 
 
 def addresses(tensors: list[torch.Tensor]) -> U64:
@@ -133,7 +135,7 @@ def cut(layout: Layout, content: np.ndarray, tensor: int, box: Box) -> np.ndarra
 def strided(rng: np.random.Generator, layout: Layout, content: np.ndarray, tensor: int, box: Box) -> Slice:
     """Return a box of a tensor in memory on the device: side by side, with room between its rows, or transposed."""
     width = int(layout.width[tensor])
-    unit = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}[width]
+    unit = OF_WIDTH[width]
     shape = [e - b for b, e in box]
     kind = int(rng.integers(3))
     if kind == 0:
@@ -246,7 +248,7 @@ def speed(gb: float) -> list[dict[str, object]]:
         torch.cuda.empty_cache()
         n = int(gb * 1e9) // width // 8192 * 8192
         old, new = weights(n, density, width)
-        layout = Layout(["w"], [dtype], [(n,)])
+        layout = Layout(["w"], [dtype], [(n // 8192, 8192)])
         a, b = addresses([old]), addresses([new])
         copy = torch.empty_like(old)
         t_copy = seconds(lambda: copy.copy_(old))  # noqa: B023 - called at once
@@ -268,6 +270,13 @@ def speed(gb: float) -> list[dict[str, object]]:
         copy.copy_(old)
         cuda.apply(staged, where)
         exact = torch.equal(copy, new)
+        # A tensor-parallel rank's half of the columns.
+        half, due = (side.view(-1, 2, 4096 * width)[:, 0].contiguous() for side in (old, new))
+        mine = Slice("w", (n // 8192, 8192), ((0, n // 8192), (0, 4096)), half.view(OF_WIDTH[width]))
+        (there,) = Reach(Held(layout, {"w": mine}, {}), layout).locate(device)
+        device.apply_rows(layout, [staged], there)
+        exact &= torch.equal(half, due)
+        t_columns = seconds(lambda: staged.apply(cast("cuda._Where", there), sums))  # noqa: B023
         t_fingerprint = seconds(lambda: cuda.fingerprints(layout, b, DEVICE))  # noqa: B023
         nbytes = n * width
         rows.append(
@@ -277,6 +286,7 @@ def speed(gb: float) -> list[dict[str, object]]:
                 "extract_tb_s": round(nbytes / t_extract / 1e12, 2), "extract_of_copy": round(t_copy / t_extract, 2),
                 "encode_ms": round(t_encode * 1e3, 1), "stage_ms": round(t_stage * 1e3, 1),
                 "apply_tb_s": round(nbytes / t_apply / 1e12, 2), "apply_ms": round(t_apply * 1e3, 2),
+                "apply_columns_tb_s": round(nbytes / 2 / t_columns / 1e12, 2),
                 "fingerprint_tb_s": round(nbytes / t_fingerprint / 1e12, 2),
                 "stored_of_raw": round(sum(g.stored for g in encoded) / nbytes, 5),
             }

@@ -151,7 +151,7 @@ def test_rewind_crosses_versions_in_parts(tmp_path: Path) -> None:
 
 def test_live_tensors_follow_versions_in_parts(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from helpers import raw_of, tensor_of
+    from helpers import DEVICE, raw_of, tensor_of
 
     from deltackpt.tensors import TensorTarget
 
@@ -160,7 +160,7 @@ def test_live_tensors_follow_versions_in_parts(tmp_path: Path) -> None:
         n: tensor_of(d, s, raw)
         for n, d, s, raw in zip(LAYOUT.names, LAYOUT.dtypes, LAYOUT.shapes, made.contents[0], strict=True)
     }
-    tensors["c"] = torch.empty((7, 30)).t().copy_(tensors["c"])  # strided: through a shadow
+    tensors["c"] = torch.empty((7, 30), device=DEVICE).t().copy_(tensors["c"])  # strided: through a shadow
     follower = Follower(made.url, TensorTarget(tensors))
     for version in (0, 3, 4, 1, 0):
         if prepared := follower.prepare(version):

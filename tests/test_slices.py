@@ -269,11 +269,12 @@ def test_slices_that_changed_under_the_target_are_undone(made: Stream) -> None:
 
 def test_interrupted_apply_is_poisoned_and_reseeded(made: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     slices = slices_of(LAYOUT, made.contents[0], [(0, ((0, 64), (3, 20))), (2, whole(LAYOUT, 2))])
-    follower = Follower(made.url, SliceTarget(slices, version=0))
+    target = SliceTarget(slices, version=0)
+    follower = Follower(made.url, target)
     prepared = follower.prepare(1)
     assert prepared is not None
     with monkeypatch.context() as patch:
-        patch.setattr("deltackpt.backend.apply_rows", lambda *_args, **_named: 1 / 0)
+        patch.setattr(type(target.device(None)), "apply_rows", lambda *_args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepared.apply()
     with pytest.raises(Poisoned):
@@ -418,7 +419,7 @@ def test_dtensors_say_which_box_is_here(made: Stream) -> None:
 
     distributed.init_process_group("fake", rank=1, world_size=4, store=fake.FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (2, 2))
+        mesh = init_device_mesh(DEVICE, (2, 2))
         (column, expert, copy) = slices_of(
             LAYOUT, made.contents[0], [(0, ((0, 64), (20, 40))), (2, ((0, 6), (5, 10), (0, 7))), (3, ())]
         )
