@@ -1,8 +1,8 @@
-"""Memory that a Decompression Engine reads and writes, and what the driver says of both.
+"""Memory that torch does not allocate: for a Decompression Engine, with what the driver says of both, and pinned.
 
 An engine reaches only memory that was allocated for it. Whether memory is such is asked of the driver, pointer by
-pointer, and so is what the engine can read: nothing is inferred from a GPU's name. The only module that allocates
-device memory without torch, whose allocators may be set up in ways that an engine cannot use.
+pointer, and so is what the engine can read: nothing is inferred from a GPU's name. Torch's allocators may be set up in
+ways that an engine cannot use.
 """
 
 from __future__ import annotations
@@ -179,6 +179,22 @@ def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
         kept = undo.pop_all()
         weakref.finalize(held, _free, device, lambda _: kept.close()).atexit = False
     return _require_capable(torch.frombuffer(held, dtype=torch.uint8, count=max(1, nbytes))[:nbytes], device)
+
+
+def pinned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate host memory that kernels of the device read and write at the same address: CPU tensor u8[nbytes].
+
+    Torch's own would be rounded up to a power of two. Freed with the last tensor or array that looks into it; nothing
+    on the device may then still use it. Raises ConfigError where the host has too little.
+    """
+    import torch
+
+    with _current(device) as driver:
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        address = int(_require(driver.cuMemHostAlloc(max(1, nbytes), flags), f"{nbytes} bytes of pinned memory"))
+        held = (ctypes.c_uint8 * max(1, nbytes)).from_address(address)
+        weakref.finalize(held, _free, device, lambda d: d.cuMemFreeHost(address)).atexit = False
+    return torch.frombuffer(held, dtype=torch.uint8, count=max(1, nbytes))[:nbytes]
 
 
 class _DeviceBytes:

@@ -651,8 +651,11 @@ class Device(Protocol):
     def fingerprints(self, layout: Layout, tensors: U64) -> U64:
         """Return the fingerprint of each tensor."""
 
-    def allocate(self, nbytes: int) -> tuple[object, int]:
-        """Return memory, to be held, and its address."""
+    def allocate(self, nbytes: int, *, in_host: bool = False) -> tuple[object, int]:
+        """Return memory, to be held, and its address.
+
+        in_host: of the host, on which the device works in place; ConfigError where it cannot.
+        """
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes; each address may be of this device or of the host."""
@@ -727,7 +730,7 @@ class Cpu:
         """See Device."""
         return fingerprints(layout, tensors, threads=self.threads)
 
-    def allocate(self, nbytes: int) -> tuple[object, int]:
+    def allocate(self, nbytes: int, *, in_host: bool = False) -> tuple[object, int]:
         """See Device."""
         memory = np.empty(max(1, nbytes), np.uint8)
         return memory, int(memory.__array_interface__["data"][0])

@@ -958,11 +958,14 @@ class Cuda:
         """See backend.Device."""
         return fingerprints(layout, tensors, self.device)
 
-    def allocate(self, nbytes: int) -> tuple[object, int]:
-        """See backend.Device."""
+    def allocate(self, nbytes: int, *, in_host: bool = False) -> tuple[object, int]:
+        """See backend.Device. Host memory is pinned, and read and written by the kernels where it is."""
         import torch
 
-        memory = torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device)
+        if in_host:
+            memory = arena.pinned_memory(nbytes, self.device)
+        else:
+            memory = torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device)
         return memory, memory.data_ptr()
 
     def copy(self, target: int, source: int, nbytes: int) -> None:

@@ -292,7 +292,8 @@ class Publisher:
 
     serving: the checkpoint folder that samplers load; its layout, files and side files are followed, and tensors that
     do not fit it are refused by name. Without it the first publish decides. anchors: make one in the background
-    when it is due. The base, a copy of all published tensors, is held beside them, in host or device memory.
+    when it is due. The base, a copy of all published tensors, is held beside them, or, with base_on="host", in
+    pinned host memory, which costs an NVIDIA GPU no memory and every publish the time in which the host's bus reads it.
 
     backend: see `tensors.choose`; choice: which it became and why, from the first publish on.
 
@@ -319,7 +320,11 @@ class Publisher:
         group: Group | None = None,
         frozen: Literal["refuse", "carry"] = "refuse",
         backend: str = "auto",
+        base_on: Literal["device", "host"] = "device",
     ) -> None:
+        if base_on not in ("device", "host"):
+            raise ConfigError(f"base_on {base_on!r}: expected device or host")
+        self._base_in_host = base_on == "host"
         self._collective: Collective | None = None
         self._backend, self.choice = backend, cast("Choice | None", None)
         if group is not None:
@@ -424,7 +429,7 @@ class Publisher:
         self, layout: Layout, where: U64, device: Device, step: int | None, metadata: Mapping[str, str] | None
     ) -> Manifest:
         placement = self._serving.checkpoint.placement if self._serving else default_placement(layout)
-        base = _Base.of(layout, placement, device)
+        base = _Base.of(layout, placement, device, in_host=self._base_in_host)
         # The base is copied first and everything is written from it: what is published is what is kept.
         _copy(device, layout, where, base.addresses)
         with attempt(self._writer) as upload:
@@ -493,7 +498,7 @@ class Publisher:
         layout = reader.layout(head.manifest.layout)
         layout.require_same(given)
         placement = self._serving.checkpoint.placement if self._serving else reader.placement(head.manifest)
-        base = _Base.of(layout, placement, device)
+        base = _Base.of(layout, placement, device, in_host=self._base_in_host)
         table = device.fingerprints(layout, where)
         state = state_fingerprint(layout.weights, table)
         version = reader.identify(layout.digest, state)
@@ -614,21 +619,22 @@ class _Base:
     device: Device
     addresses: U64
     begin: int
+    in_host: bool
     memory: object = field(repr=False)
 
     @classmethod
-    def of(cls, layout: Layout, placement: Placement, device: Device) -> _Base:
+    def of(cls, layout: Layout, placement: Placement, device: Device, *, in_host: bool) -> _Base:
         """Return room for all tensors; its bytes are garbage."""
-        memory, begin = device.allocate(layout.total_bytes)
+        memory, begin = device.allocate(layout.total_bytes, in_host=in_host)
         order = np.array([t for f in placement.files for t in f.tensors], np.int64)
         sizes = layout.nbytes[order] if len(order) else layout.nbytes
         held = np.zeros(len(layout.names), np.uint64)
         held[order] = (np.cumsum(sizes) - sizes).astype(np.uint64) + np.uint64(begin)
-        return cls(layout, placement, device, held, begin, memory)
+        return cls(layout, placement, device, held, begin, in_host or isinstance(device, backend.Cpu), memory)
 
     def in_host_memory(self) -> tuple[object, U64]:
         """Return memory of the host that holds the tensors, and their addresses in it."""
-        if isinstance(self.device, backend.Cpu):
+        if self.in_host:
             return self.memory, self.addresses
         host = np.empty(max(1, self.layout.total_bytes), np.uint8)
         begin = int(host.__array_interface__["data"][0])

@@ -24,7 +24,7 @@ from deltackpt.layout import BITS, I64, Layout, Mask, Segments
 from deltackpt.partition import MAX_DIMENSIONS, Partition, join_levels
 from deltackpt.reader import AnchorSource, Delta, Reader, named, requests, source_lacks
 from deltackpt.tensors import Memory as TensorMemory
-from deltackpt.tensors import StagedTensors, TensorTarget, bits, describe, find_twins
+from deltackpt.tensors import StagedTensors, TensorTarget, bits, describe, find_twins, first_moved
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +81,18 @@ class SliceTarget(TensorTarget):
         assert self._held is not None, "open comes first"
         return self._held
 
+    def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
+        """Return the version that is held; see TensorTarget. Slices that were given other memory are looked through."""
+        if self._held is None or self._held.watch(np.ones(len(self._held.layout.names), bool))() is None:
+            return super().open(reader, reseed=reseed)
+        before, self._word, self._layout = self._table, self._version, None
+        version = super().open(reader, reseed=reseed)
+        self._word = None
+        if version is not None and not np.array_equal(self._table, before):
+            # No version's, as far as this rank can see.
+            self._version = version = None
+        return version
+
     def boxes(self) -> U64:
         """Return a number for each box that is held; equal boxes have equal numbers on all hosts."""
         return self.held().numbers
@@ -92,7 +104,7 @@ class SliceTarget(TensorTarget):
 
     def memory(self, layout: Layout, device: Device) -> TensorMemory:
         """Return nothing to be copied: slices are worked on where they are."""
-        return _Direct(layout)
+        return _Direct(layout, self.held())
 
     def _require_fit(self, layout: Layout) -> None:
         self._twins = find_twins(self._tensors, layout)
@@ -125,8 +137,8 @@ class SliceTarget(TensorTarget):
 class _Direct(TensorMemory):
     """No shadows: strides and boxes that share memory are known to the boxes."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout, self.addresses = layout, np.zeros(len(layout.names), np.uint64)
+    def __init__(self, layout: Layout, held: Held) -> None:
+        self.layout, self._boxes, self.addresses = layout, held, np.zeros(len(layout.names), np.uint64)
 
     def shadow(self, wanted: Mask) -> None:
         """Nothing to make."""
@@ -134,9 +146,12 @@ class _Direct(TensorMemory):
     def write_back(self) -> None:
         """Nothing to copy."""
 
-    def moved(self) -> str | None:
-        """Nothing to look up again: the addresses are those of the boxes."""
-        return None
+    def forget(self) -> None:
+        """Nothing to forget."""
+
+    def watch(self, some: Mask) -> Callable[[], str | None]:
+        """Return what says which of the boxes of some tensors was given other memory."""
+        return self._boxes.watch(some)
 
 
 def _slice(given: Slice | tuple[str, torch.Tensor]) -> Slice:
@@ -157,7 +172,8 @@ class Held:
 
     begin, end, shape, step (n, dimensions): missing dimensions come first, as 0..1 of 1; first: where each has its
     first; step: from element to element in memory; owner: the box itself, or the one whose memory it shares. A tensor
-    that is never cut other than by rows may be held as one dimension. tensors: what was given of each.
+    that is never cut other than by rows may be held as one dimension. tensors: what was given of each; memory: its
+    elements as integers, which keep it alive.
     """
 
     def __init__(self, layout: Layout, slices: Mapping[str, Slice], twins: Mapping[str, str]) -> None:
@@ -180,12 +196,24 @@ class Held:
         self.tensor = np.array([row.tensor for _, row in rows], np.int64)
         self.address = np.array([row.address for _, row in rows], np.uint64)
         self.tensors = [cast("torch.Tensor", slices[label].tensor) for label in self.labels]
+        self.memory = [bits(tensor) for tensor in self.tensors]
         number = {label: i for i, label in enumerate(self.labels)}
         self.owner = np.array([number[twins.get(label, label)] for label in self.labels], np.int64)
         for i, j in enumerate(self.owner.tolist()):
             if not np.array_equal(self.begin[i], self.begin[j]) or not np.array_equal(self.shape[i], self.shape[j]):
                 raise ConfigError(f"slices {self.labels[i]} and {self.labels[j]} share memory, but are other boxes")
         self._reaches: dict[str, Reach] = {}
+
+    def watch(self, some: Mask) -> Callable[[], str | None]:
+        """Return what says, whenever it is called, which box of some tensors was given other memory."""
+        which = np.flatnonzero(some[self.tensor])
+        tensors, found = [self.tensors[i] for i in which.tolist()], self.address[which]
+
+        def moved() -> str | None:
+            at = first_moved(tensors, found)
+            return None if at is None else self.layout.names[int(self.tensor[which[at]])]
+
+        return moved
 
     def names(self, chosen: Mask) -> list[str]:
         """Return the names of the tensors of some boxes."""
@@ -520,7 +548,7 @@ def _read_boxes(held: Held, anchor: AnchorSource, threads: int | None) -> int:
         cut = zip(held.begin[i, first + 1 :].tolist(), held.end[i, first + 1 :].tolist(), strict=True)
         elements = block if width == 1 else block.view(f"<i{width}")
         mine = torch.from_numpy(elements.reshape(shape)[(slice(None), *(slice(b, e) for b, e in cut))])
-        memory = bits(held.tensors[i])
+        memory = held.memory[i]
         if memory.dim() != len(shape):
             memory = memory.view(-1)
         with torch.inference_mode():  # tensors of it may be written inside only

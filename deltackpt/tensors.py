@@ -25,7 +25,7 @@ from deltackpt.digest import U64, state_fingerprint
 from deltackpt.errors import ConfigError, FormatError, IntegrityError, Poisoned
 from deltackpt.folder import signed
 from deltackpt.kernels import view
-from deltackpt.layout import I64, Layout
+from deltackpt.layout import I64, Layout, Mask
 from deltackpt.reader import AnchorSource, Delta, Reader, compare_fingerprints, named, read_chunks, source_lacks
 from deltackpt.store import Store
 
@@ -433,6 +433,19 @@ def _require_apart(tensors: Mapping[str, torch.Tensor]) -> None:
             raise ConfigError(f"tensor {name} overlaps itself in memory (expanded?); pass a real tensor")
 
 
+def look_up(tensors: Sequence[torch.Tensor]) -> U64:
+    """Return the address of each tensor's first byte, as fast as Python gives them."""
+    import torch
+
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
+
+
+def first_moved(tensors: Sequence[torch.Tensor], found: U64) -> int | None:
+    """Return the number of the first tensor that is no longer where it was found, None if there is none."""
+    at = np.flatnonzero(look_up(tensors) != found)
+    return int(at[0]) if len(at) else None
+
+
 class Memory:
     """Addresses of contiguous bytes for every tensor of a layout.
 
@@ -447,7 +460,8 @@ class Memory:
         self.layout, self._tensors, self._twins, self._device = layout, tensors, twins, device
         self._shadows: dict[int, torch.Tensor] = {}
         self._in_order = [tensors[n] for n in layout.names]
-        self._found = self._look()
+        self._found = look_up(self._in_order)
+        self.moved = self.watch(np.ones(len(self._in_order), bool))
         indirect = np.array([n in twins or not tensors[n].is_contiguous() for n in layout.names], bool)
         self._indirect = np.flatnonzero(indirect & (layout.nbytes > 0)).tolist()
         self._own = np.zeros(len(layout.names), np.uint64)
@@ -456,17 +470,18 @@ class Memory:
         self._held_shadows: list[object] = []
         self.addresses = self._own.copy()
 
-    def _look(self) -> U64:
-        import torch
+    def watch(self, some: Mask) -> Callable[[], str | None]:
+        """Return what says, whenever it is called, which of some tensors was given other memory, None if none was."""
+        which = np.flatnonzero(some)
+        tensors, found = [self._in_order[i] for i in which.tolist()], self._found[which]
 
-        return np.fromiter(map(torch.Tensor.data_ptr, self._in_order), np.uint64, len(self._in_order))
+        def moved() -> str | None:
+            at = first_moved(tensors, found)
+            return None if at is None else self.layout.names[int(which[at])]
 
-    def moved(self) -> str | None:
-        """Return the name of a tensor that was given other memory since, None if there is none."""
-        moved = np.flatnonzero(self._look() != self._found)
-        return self.layout.names[int(moved[0])] if len(moved) else None
+        return moved
 
-    def shadow(self, wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+    def shadow(self, wanted: Mask) -> None:
         """Make shadows of the indirect tensors that are wanted, from what they hold now."""
         for i in self._indirect:
             if wanted[i]:
@@ -514,6 +529,10 @@ class StagedTensors:
                 self._require_twins(delta.version, delta.fingerprints)
         # Looked up here: for 25,000 tensors that takes as long as their apply on a GPU.
         self.memory = target.memory(layout, self.device)
+        self._touched = np.zeros(len(layout.names), bool)
+        for delta, _ in self.deltas:
+            self._touched |= delta.fingerprints != 0
+        self._moved = self.memory.watch(self._touched)
 
     def _fetch(self, reader: Reader, versions: Sequence[int]) -> Generator[Delta]:
         """Fetch of each version what this target needs."""
@@ -538,13 +557,13 @@ class StagedTensors:
         target._poisoned, target._version = True, None
         if self.anchor is not None:
             self._reseed(self.anchor)
-        touched = np.zeros(len(self.layout.names), bool)
-        for delta, _ in self.deltas:
-            touched |= delta.fingerprints != 0
-        memory = self.memory if self.anchor is None else target.memory(self.layout, self.device)
-        memory.shadow(touched)
+        memory, look = self.memory, self._moved
+        if self.anchor is not None:
+            memory = target.memory(self.layout, self.device)
+            look = memory.watch(self._touched)
+        memory.shadow(self._touched)
         found: list[str | None] = []
-        wrong = self._apply(memory, lambda: found.append(memory.moved()))
+        wrong = self._apply(memory, lambda: found.append(look()))
         if (moved := next(iter(found), None)) is not None:
             self._undo(len(self.deltas) if wrong is None else 0, memory)
             memory.forget()
@@ -601,10 +620,7 @@ class StagedTensors:
         if self.anchor is not None:
             return None
         memory = target.memory(self.layout, self.device)
-        touched = np.zeros(len(self.layout.names), bool)
-        for delta, _ in self.deltas:
-            touched |= delta.fingerprints != 0
-        memory.shadow(touched)
+        memory.shadow(self._touched)
         wrong = self._undo(len(self.deltas), memory)
         memory.write_back()
         if wrong:

@@ -111,10 +111,14 @@ class Torch:
         memory = self._memories[begins[bisect.bisect_right(begins, address) - 1]]
         return memory.flat[address - memory.begin :][:nbytes]
 
-    def allocate(self, nbytes: int) -> tuple[object, int]:
+    def allocate(self, nbytes: int, *, in_host: bool = False) -> tuple[object, int]:
         """See backend.Device."""
         import torch
 
+        if in_host:
+            raise ConfigError(
+                f"tensors on {self.device}: backend torch cannot work on a base in host memory; leave base_on out"
+            )
         with self._words(ConfigError, "free memory of the device, or move the tensors to the CPU"):
             memory = self._enter(torch.empty(max(1, nbytes), dtype=torch.uint8, device=self.device))
         return memory, memory.begin

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -94,8 +94,9 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 
 
 def run(
-    form: str, density: float, gb: float, versions: int, store: Path, target: torch.device, ways: list[str]
-) -> Rows:
+    form: str, density: float, gb: float, versions: int, store: Path, target: torch.device, ways: list[str],
+    base_on: Literal["device", "host"],
+) -> Rows:  # fmt: skip
     """Publish `versions` steps in each way, see --way; two of masks, which are slow. Return medians."""
     source = torch.device("cuda", 0)
     trainer = make(form, gb, source)
@@ -106,7 +107,9 @@ def run(
     follower = None
     for way in ways:
         codec, _, kind = way.partition(":")
-        publisher = Publisher(str(store), run_id="headline", anchors=False, codec=codec, form=kind or "sparse")
+        publisher = Publisher(
+            str(store), run_id="headline", anchors=False, codec=codec, form=kind or "sparse", base_on=base_on
+        )
         publisher.publish(trainer)
         follower = follower or Follower(str(store), TensorTarget(sampler))
         while (prepared := follower.prepare()) is not None:
@@ -138,7 +141,8 @@ def run(
             "trainer_blocked_s", "published_s", "staged_s", "sampling_blocked_s", "end_to_end_s", "payload_bytes"
         )  # fmt: skip
         found.append({
-            "form": form, "way": way, "gb": round(nbytes / 1e9, 1), "tensors": len(trainer), "density": density,
+            "form": form, "way": way, "base_on": base_on, "gb": round(nbytes / 1e9, 1),
+            "tensors": len(trainer), "density": density,
             "exact": equal(trainer, sampler), **{n: round(m, 4) for n, m in zip(names, medians, strict=True)},
             "extra_device_mib": round(peak / 2**20),
         })  # fmt: skip
@@ -233,6 +237,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=44.0, help="bytes of model, in 10^9")
     parser.add_argument("--form", choices=("bf16", "nvfp4", "many", "one"), action="append")
     parser.add_argument("--way", action="append", help="codec of the frames; with :mask for that form; default zstd")
+    parser.add_argument("--base-on", choices=("device", "host"), default="device", help="where the base is")
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--store", type=Path, default=Path("/dev/shm"), help="folder for the store")
     parser.add_argument("--overlap", action="store_true", help="what a loop of matrix products keeps of its rate")
@@ -250,11 +255,12 @@ def main() -> None:
                 shutil.rmtree(store, ignore_errors=True)
             torch.cuda.empty_cache()
         return
+    ways = options.way or ["zstd"]
     for form in options.form or ("bf16", "nvfp4"):
         store = Path(tempfile.mkdtemp(prefix="deltackpt-headline-", dir=options.store))
         density = 0.01 if form == "bf16" else 0.00375
         try:
-            rows += run(form, density, options.gb, options.versions, store, target, options.way or ["zstd"])
+            rows += run(form, density, options.gb, options.versions, store, target, ways, options.base_on)
         finally:
             shutil.rmtree(store, ignore_errors=True)
         torch.cuda.empty_cache()

@@ -93,6 +93,15 @@ def test_versions_follow_each_other_and_each_is_exact(store: Path) -> None:
         assert same(pulled(store, v), weights(v))
 
 
+def test_base_on_the_host_is_that_of_the_cpu_and_other_words_are_refused(store: Path) -> None:
+    with Publisher(str(store), base_on="host") as publisher:
+        for version in range(2):
+            publisher.publish(weights(version))
+    assert same(pulled(store), weights(1))
+    with pytest.raises(ConfigError, match="base_on 'disk': expected device or host"):
+        Publisher(str(store), base_on="disk")  # type: ignore[arg-type]  # what a user may pass
+
+
 def test_what_is_changed_after_publish_does_not_matter(store: Path) -> None:
     params = weights(0)
     with Publisher(str(store), anchors=False) as publisher:

@@ -283,6 +283,27 @@ def test_interrupted_apply_is_poisoned_and_reseeded(made: Stream, monkeypatch: p
     assert raws(slices) == due(made, 1, slices)
 
 
+def test_slices_that_are_given_other_memory_are_not_taken_for_those_that_were_staged(made: Stream) -> None:
+    slices = slices_of(LAYOUT, made.contents[0], [(0, ((0, 64), (3, 20))), (2, whole(LAYOUT, 2))])
+    target = SliceTarget(slices, version=0)
+    follower = Follower(made.url, target)
+    prepared = follower.prepare(1)
+    assert prepared is not None
+    old = slices[0].tensor.detach()
+    slices[0].tensor.data = old.clone()
+    with pytest.raises(ConfigError, match="tensor a was given other memory since it was staged; prepare again"):
+        prepared.apply()
+    assert raws(slices) == due(made, 0, slices)
+    assert raw_of(old) == raws(slices)[0]
+    move(follower, 1)
+    assert raws(slices) == due(made, 1, slices)
+    # Other memory with other bytes, of which no whole is held: this rank cannot know of which version they are.
+    slices[0].tensor.data = slices[0].tensor + 1
+    assert target.open(follower.reader) is None
+    move(follower, 2)
+    assert raws(slices) == due(made, 2, slices)
+
+
 def test_apply_can_be_taken_back(made: Stream) -> None:
     slices = slices_of(LAYOUT, made.contents[0], [(0, ((0, 64), (3, 20))), (2, whole(LAYOUT, 2))])
     target = SliceTarget(slices, version=0)

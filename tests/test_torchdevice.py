@@ -152,6 +152,11 @@ def test_copies_go_between_device_and_host_and_inside_of_what_was_allocated() ->
     del memory
 
 
+def test_a_base_in_host_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="backend torch cannot work on a base in host memory; leave base_on out"):
+        Torch("cpu").allocate(10, in_host=True)
+
+
 def test_what_nobody_holds_any_more_is_forgotten() -> None:
     device = Torch("cpu")
     kept, addresses = device.hold([torch.arange(3)])
