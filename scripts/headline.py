@@ -88,8 +88,11 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     """Whether all tensors hold the same bits."""
     device = next(iter(left.values())).device
     return all(
-        torch.equal(left[n].reshape(-1).view(torch.uint8), right[n].reshape(-1).view(torch.uint8).to(device))
+        torch.equal(mine, other.to(device))
         for n in left
+        for mine, other in zip(
+            *(side[n].reshape(-1).view(torch.uint8).split(1 << 30) for side in (left, right)), strict=True
+        )
     )
 
 
