@@ -175,6 +175,8 @@ class _Tables:
         self.group_elements = np.array([int(g.count.sum()) for g in groups], np.int64)
         self.rows = (*map(self.put, _tiles(self.count)), self.put(self.count), self.put(self.first))
         self.row_width = self.put(self.width.astype(np.uint8))
+        # On the device, since a copy there would wait for the kernel before it.
+        self.last_tiles = self.put(self.tile_begin[1:] - 1)
         self.tile_length = self.put(column(lambda g: g.tile_lengths).astype(np.int16))
 
     @cached_property
@@ -601,9 +603,9 @@ class _Window:
         mine = torch.where(is_dense, 0, self.counts).to(torch.int64) + (lengths.to(torch.int64) << 32)
         ends = torch.cumsum(mine, 0)
         self.taken = ends - mine
-        last = tables.tile_begin[self.groups.start + 1 : self.groups.stop + 1] - self.first - 1
+        last = tables.last_tiles[self.groups.start : self.groups.stop] - self.first
         self._ends = torch.empty(len(last), dtype=torch.int64, pin_memory=True)
-        self._ends.copy_(ends[torch.as_tensor(last, device=device)], non_blocking=True)
+        self._ends.copy_(ends[last], non_blocking=True)
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._ready.record()
 

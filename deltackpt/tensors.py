@@ -25,7 +25,7 @@ from deltackpt.digest import U64, state_fingerprint
 from deltackpt.errors import ConfigError, FormatError, IntegrityError, Poisoned
 from deltackpt.folder import signed
 from deltackpt.kernels import view
-from deltackpt.layout import I64, Layout, Mask
+from deltackpt.layout import Layout, Mask
 from deltackpt.reader import AnchorSource, Delta, Reader, compare_fingerprints, named, read_chunks, source_lacks
 from deltackpt.store import Store
 
@@ -57,14 +57,14 @@ def _dtype_of(dtype: object) -> str | None:
 class Roster:
     """What a mapping of contiguous tensors on a GPU looked like: those that look alike need no second description.
 
-    names: in the mapping's order; types, looks: of each tensor; order: for each of the layout its place in the mapping.
+    names: in the mapping's order; types, looks: of each tensor; ordered: puts those of a list into the layout's order.
     """
 
     layout: Layout
     names: list[str]
     types: list[type]
     looks: list[tuple[object, ...]]
-    order: I64
+    ordered: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
     on: str
 
 
@@ -126,8 +126,8 @@ def collect(params: Params, known: Layout | None = None, roster: Roster | None =
         and all(f[3] is params[n] for n, f in found.items())
     ):
         tensors, place = list(params.values()), {name: i for i, name in enumerate(found)}
-        order = np.array([place[n] for n in layout.names], np.int64)
-        made = Roster(layout, list(found), list(map(type, tensors)), list(map(_looks, tensors)), order, on)
+        ordered = _picker([place[n] for n in layout.names])
+        made = Roster(layout, list(found), list(map(type, tensors)), list(map(_looks, tensors)), ordered, on)
     return Live(layout, kept, on, made)
 
 
@@ -145,7 +145,14 @@ def _recognise(params: Mapping[str, Array], roster: Roster) -> Live | None:
         return None
     if any(map(torch.Tensor.is_neg, tensors)):
         return None
-    return Live(roster.layout, tuple(tensors[i] for i in roster.order.tolist()), roster.on, roster)
+    return Live(roster.layout, roster.ordered(tensors), roster.on, roster)
+
+
+def _picker(order: list[int]) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
+    """Return what puts a list in this order."""
+    if len(order) < 2:
+        return tuple
+    return operator.itemgetter(*order)
 
 
 def one_place(places: Mapping[str, object]) -> str:

@@ -84,15 +84,17 @@ def warm_host(nbytes: int) -> None:
     np.ones(nbytes, np.uint8)
 
 
+def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Its bytes, a gigabyte at a time."""
+    return torch.split(tensor.reshape(-1).view(torch.uint8), 1 << 30)
+
+
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Whether all tensors hold the same bits."""
-    device = next(iter(left.values())).device
     return all(
-        torch.equal(mine, other.to(device))
+        torch.equal(mine, other.to(mine.device))
         for n in left
-        for mine, other in zip(
-            *(side[n].reshape(-1).view(torch.uint8).split(1 << 30) for side in (left, right)), strict=True
-        )
+        for mine, other in zip(pieces(left[n]), pieces(right[n]), strict=True)
     )
 
 
@@ -171,7 +173,8 @@ class Products:
                 torch.mm(a, b, out=c)
                 under_way.append(torch.cuda.Event())  # type: ignore[no-untyped-call]  # as above
                 under_way[-1].record()
-                if len(under_way) > 2:
+                # As far ahead as a training step's launches are: Python is busy elsewhere now and then.
+                if len(under_way) > 32:
                     under_way.popleft().synchronize()
                     self.done.append(time.perf_counter())
 

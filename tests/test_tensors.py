@@ -580,7 +580,7 @@ def test_tensors_that_look_as_before_are_recognised_and_no_others(monkeypatch: p
     found = list(given.values())
     layout = collect(given).layout
     roster = tensors.Roster(
-        layout, ["b", "a"], [torch.Tensor] * 2, list(map(tensors._looks, found)), np.array([1, 0]), "cuda:0"
+        layout, ["b", "a"], [torch.Tensor] * 2, list(map(tensors._looks, found)), tensors._picker([1, 0]), "cuda:0"
     )
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
     live = tensors._recognise(given, roster)
