@@ -211,6 +211,7 @@ class Writer:
             if head is None:
                 return
             manifest = head.manifest
+            self.sweep(manifest.version)  # who committed it may have died before it did
             self.epoch = manifest.epoch + 1
             layout = self.reader.layout(manifest.layout)
             draft = Draft(

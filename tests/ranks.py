@@ -223,7 +223,10 @@ def _fork(work: Any, log: Path) -> int:
 
 
 def _run(order: dict[str, Any]) -> list[int]:
-    """Run all ranks to their end; those that stop go on when the others have ended. Returns their exit codes."""
+    """Run all ranks to their end; those that stop go on when the others have ended. Returns their exit codes.
+
+    Where the order says `together`, the first death is that of all, as under torchrun.
+    """
     folder = Path(order["folder"])
     read, write = os.pipe()
     host = _fork(lambda: _serve(write), folder / "host.log")
@@ -241,6 +244,9 @@ def _run(order: dict[str, Any]) -> list[int]:
         elif pid in ranks:
             codes[pid] = os.waitstatus_to_exitcode(status)
             stopped.discard(pid)
+            if order["together"] and codes[pid] < 0:
+                for one in ranks.keys() - codes.keys():
+                    os.kill(one, signal.SIGKILL)
         if stopped and len(codes) + len(stopped) == len(ranks):
             for one in stopped:
                 os.kill(one, signal.SIGCONT)
@@ -315,11 +321,13 @@ class Ranks:
         wrong: int = -1,
         without: str = "",
         named: int = 0,
+        together: bool = False,
         **options: Any,
     ) -> Outcome:
         """Let ranks publish steps to `folder/store`. faults: of a rank the stage, the step and what happens there.
 
-        wrong: a rank with other bytes than its replica; without: a tensor that no rank has; named: number of the step.
+        wrong: a rank with other bytes than its replica; without: a tensor that no rank has; named: number of the step;
+        together: whether the death of one is that of all.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -328,7 +336,8 @@ class Ranks:
         order = {
             "folder": str(run), "store": str(store or folder / "store"), "kind": kind, "steps": steps, "size": size,
             "lease_s": lease_s, "faults": {str(r): f for r, f in (faults or {}).items()}, "board": board,
-            "session": run.name, "wrong": wrong, "without": without, "named": named, "options": options,
+            "session": run.name, "wrong": wrong, "without": without, "named": named, "together": together,
+            "options": options,
         }  # fmt: skip
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()

@@ -179,6 +179,42 @@ def test_a_board_in_the_store_outlives_any_rank(warm: ranks.Ranks, tmp_path: Pat
     exact(tmp_path / "store", {0: 0, 1: 1})
 
 
+# ---------------------------------------------------------------- a group that ends as a whole
+
+
+def clean(store: Path) -> None:
+    """Assert that every version holds what the trainer had at its step, and that the store has no fault or litter."""
+    exact(store, {v: step for v in visible(store) if (step := manifest_of(store, v).step) is not None})
+    assert list((store / ".tmp").glob("*")) == []
+
+
+def test_a_first_version_that_is_killed_with_its_group_at_any_stage_is_swept(warm: ranks.Ranks, tmp_path: Path) -> None:
+    for stage, rank in (("uploaded", 3), ("file", 0), ("decided", 0), ("commit", 0), ("committed", 0)):
+        outcome = warm.run(tmp_path, "hsdp", [0], faults={rank: (stage, 0, "KILL")}, together=True)
+        assert outcome.codes == [-9] * 4, outcome.logs
+    # The last one had committed it, and left the pieces from which its files were made.
+    assert visible(tmp_path / "store") == [0]
+    assert warm.run(tmp_path, "hsdp", [0, 1]).versions(0) == [2, 3]
+    clean(tmp_path / "store")
+
+
+def test_a_version_that_is_killed_with_its_group_at_any_stage_is_swept_by_the_next(
+    warm: ranks.Ranks, tmp_path: Path
+) -> None:
+    warm.run(tmp_path, "hsdp", [0])
+    stages = [
+        ("before-arrival", 3), ("after-arrival", 0), ("plan", 0), ("encode", 1), ("upload", 2), ("uploaded", 3),
+        ("claimed", 1), ("decided", 0), ("commit", 0), ("committed", 0),
+    ]  # fmt: skip
+    for step, (stage, rank) in enumerate(stages):
+        # What the group before this one was killed in is published first.
+        outcome = warm.run(tmp_path, "hsdp", [step, step + 1], faults={rank: (stage, step + 1, "KILL")}, together=True)
+        assert outcome.codes == [-9] * 4, outcome.logs
+    outcome = warm.run(tmp_path, "rows", [10, 11], size=3)
+    assert [line[0] for line in outcome.said[0]] == ["version", "version"]
+    clean(tmp_path / "store")
+
+
 # ---------------------------------------------------------------- what is refused, and going on
 
 
