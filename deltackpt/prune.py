@@ -160,7 +160,7 @@ class _Survey:
     reader: Reader
     present: dict[str, set[str]]
     declared: dict[Piece, float | None] = field(default_factory=dict)
-    folders: dict[Piece, str] = field(default_factory=dict)
+    folders: dict[Piece, set[str]] = field(default_factory=dict)
     sizes: dict[Piece, int] = field(default_factory=dict)
     whole: set[Piece] = field(default_factory=set)
     by_reference: set[int] = field(default_factory=set)
@@ -189,15 +189,20 @@ class _Survey:
 
     def keys(self, piece: Piece) -> list[str]:
         """Keys of a piece that are still there; only such as are of its version, whatever a manifest may name."""
-        folder = self.folders.get(piece, "")
-        return sorted(self.present.get(folder, ())) if folder.startswith(data_prefix(piece.version, "")) else []
+        own = [f for f in self.folders.get(piece, ()) if f.startswith(data_prefix(piece.version, ""))]
+        return sorted(key for folder in own for key in self.present.get(folder, ()))
+
+
+def _folder(key: str) -> str:
+    """Return the attempt that an object below `data/` is of."""
+    return "/".join(key.split("/")[:2])
 
 
 def _survey(store: Store, reader: Reader) -> _Survey:
     # The listing first: what is committed while it runs is then known, and no litter.
     present: dict[str, set[str]] = defaultdict(set)
     for key in store.keys("data/"):
-        present["/".join(key.split("/")[:2])].add(key)
+        present[_folder(key)].add(key)
     if reader.history:
         reader.refresh()
     else:
@@ -231,8 +236,9 @@ def _declared(store: Store, piece: Piece) -> float | None:
 
 def _add_delta(survey: _Survey, manifest: Manifest) -> None:
     piece = Piece(manifest.version)
-    survey.folders[piece] = "/".join(manifest.shards[0].key.split("/")[:2])
-    there = [s for s in manifest.shards if s.key in survey.present.get("/".join(s.key.split("/")[:2]), ())]
+    # Of a version that was published in parts, each part has a folder of its own.
+    survey.folders[piece] = {_folder(s.key) for s in manifest.shards}
+    there = [s for s in manifest.shards if s.key in survey.present.get(_folder(s.key), ())]
     survey.sizes[piece] = sum(s.nbytes for s in there)
     if len(there) == len(manifest.shards):
         survey.whole.add(piece)
@@ -242,7 +248,7 @@ def _add_anchor(store: Store, survey: _Survey, piece: Piece, key: str) -> None:
     """Look whether every file of an anchor is there, at its size."""
     kind = "anchor-" if piece.beside else ""
     attempts = [f for f in survey.present if f.startswith(data_prefix(piece.version, kind))]
-    survey.folders[piece] = "" if piece.beside else "/".join(key.split("/")[:2])
+    survey.folders[piece] = set() if piece.beside else {_folder(key)}
     survey.sizes[piece] = 0
     if not attempts:
         return
@@ -255,7 +261,7 @@ def _add_anchor(store: Store, survey: _Survey, piece: Piece, key: str) -> None:
         survey.whole.add(piece)
         survey.by_reference.add(piece.version)
         return
-    survey.folders[piece] = anchor.folder
+    survey.folders[piece] = {anchor.folder}
     held = survey.present.get(anchor.folder, set())
     there = [f for f in anchor.files if f"{anchor.folder}/{f.name}" in held]
     survey.sizes[piece] = sum(f.nbytes for f in there)
@@ -413,7 +419,7 @@ def _needs(
 def _litter(survey: _Survey, now: float) -> list[str]:
     """Keys of attempts that lost or died: those of committed versions, and those that nobody adds to any more."""
     store, found = survey.reader.store, []
-    named = set(survey.folders.values())
+    named = set[str]().union(*survey.folders.values())
     made = {p.version for p in survey.folders if p.beside}
     for folder, keys in sorted(survey.present.items()):
         match = re.fullmatch(r"data/(\d{20})-(anchor-)?[0-9a-f]{16}", folder)
@@ -475,7 +481,8 @@ def prune_store(
                 store.delete(key)
             removed += survey.sizes[piece]
             survey.sizes[piece] = 0
-            del survey.present[survey.folders[piece]]
+            for folder in survey.folders[piece]:
+                survey.present.pop(folder, None)
     return run.report(False, survey, needs, now, removed, litter, over)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from deltackpt.backend import encode, encode_part
 from deltackpt.checkpoint import default_placement
 from deltackpt.digest import state_fingerprint
 from deltackpt.layout import Layout
-from deltackpt.manifest import Manifest
+from deltackpt.manifest import Manifest, data_prefix
 from deltackpt.partition import Partition
 from deltackpt.shard import EncodedGroup
 from deltackpt.store import open_store
@@ -57,7 +58,7 @@ class Stream:
             self.writer.commit(full_draft(self.writer, upload, weights))
 
     def publish(self, new: Sequence[bytes], partition: Partition | None = None, *, together: bool = False) -> Manifest:
-        """Commit the next version; each part has shards of its own, unless all go into one together."""
+        """Commit the next version; each part has shards in a folder of its own, unless all go into one together."""
         old, head = self.contents[-1], self.writer.head
         assert head is not None
         if partition is None:
@@ -77,6 +78,7 @@ class Stream:
             with upload.parallel():
                 for part in parts:
                     if part:
+                        upload.prefix = data_prefix(head.manifest.version + 1, secrets.token_hex(8))
                         upload.put(part)
             draft = Draft(
                 "delta" if groups else "empty", self.layout, default_placement(self.layout), (), state,

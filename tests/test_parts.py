@@ -125,11 +125,17 @@ def test_show_counts_the_groups_of_the_partition(tmp_path: Path) -> None:
     assert [one["layout"]["groups"] for one in shown] == [5, 3]
 
 
-def test_prune_keeps_partitions(tmp_path: Path) -> None:
+def test_prune_keeps_or_removes_a_version_with_the_shards_of_all_its_parts(tmp_path: Path) -> None:
+    """Those of all parts but the first were taken for litter, and removed from versions that were to be kept."""
     made = stream(tmp_path)
+    prune_store(LocalStore(made.url), dry_run=False, grace_s=0)
+    assert pull(made, tmp_path / "all") == named(made, 4)
     make_anchor(made.url, 3)
-    prune_store(LocalStore(made.url), keep=1, grace_s=0)
+    prune_store(LocalStore(made.url), keep=1, dry_run=False, grace_s=0)
     assert len(list((tmp_path / "store/partitions").iterdir())) == 2
+    assert {path.name[:20] for path in (tmp_path / "store/data").iterdir() if any(path.iterdir())} == {
+        f"{3:020d}", f"{4:020d}"
+    }  # fmt: skip
     assert pull(made, tmp_path / "dest") == named(made, 4)
 
 
