@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 Buffer: TypeAlias = "bytes | bytearray | memoryview | npt.NDArray[np.uint8]"
@@ -28,6 +27,8 @@ def sha256(data: Buffer) -> str:
 
 def xxh3_64(data: Buffer) -> int:
     """Return xxh3-64 of `data`, seed 0."""
+    import xxhash  # not there inside of engines, which read nothing that is stored
+
     return xxhash.xxh3_64_intdigest(data)
 
 

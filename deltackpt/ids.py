@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from deltackpt.digest import keys
 from deltackpt.errors import ConfigError
-from deltackpt.layout import I64, Layout, element_width
-from deltackpt.tensors import DTYPES
+from deltackpt.layout import DTYPES, I64, Layout, element_width
 
 if TYPE_CHECKING:
     import torch

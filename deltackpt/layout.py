@@ -5,12 +5,12 @@ Pure: no I/O. Rules in `manifests/FORMAT.md` sections 3 and 4.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypedDict
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -35,6 +35,15 @@ BITS: Mapping[str, int] = {
 
 MAX_BYTES = 1 << 45
 """No tensor, and no checkpoint, is larger (32 TiB): the groups of a hostile layout stay countable."""
+
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
+}  # fmt: skip
+"""Names of torch dtypes and of the same dtypes in safetensors."""
 
 
 def element_width(dtype: str) -> int:
@@ -63,7 +72,7 @@ def tensor_nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
     return bits // 8
 
 
-class _Tensors(msgspec.Struct, frozen=True):
+class _Tensors(TypedDict):
     tensors: list[tuple[str, str, list[int]]]
 
 
@@ -232,8 +241,8 @@ class Layout:
     @cached_property
     def encoded(self) -> bytes:
         """The object stored under `layouts/<digest>.json`."""
-        tensors = zip(self.names, self.dtypes, map(list, self.shapes), strict=True)
-        return msgspec.json.encode(_Tensors(list(tensors))) + b"\n"
+        tensors = list(zip(self.names, self.dtypes, self.shapes, strict=True))
+        return json.dumps({"tensors": tensors}, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
     @cached_property
     def digest(self) -> str:
@@ -243,8 +252,10 @@ class Layout:
     @classmethod
     def decode(cls, data: bytes) -> Layout:
         """Parse a stored layout. Raises FormatError unless it is in canonical order."""
+        import msgspec  # not there inside of engines, which are told a layout by their sidecar
+
         try:
-            tensors = msgspec.json.decode(data, type=_Tensors).tensors
+            tensors = msgspec.json.decode(data, type=_Tensors)["tensors"]
         except msgspec.MsgspecError as exc:
             raise FormatError(f"layout: {exc}") from exc
         layout = cls([t[0] for t in tensors], [t[1] for t in tensors], [t[2] for t in tensors])

@@ -28,10 +28,15 @@ _FEW = 4
 
 def last_at(bounds: I64, elements: I64) -> I64:
     """Return for each element which bound is the last at or before it; -1 where none is. Both are sorted."""
+    if not len(elements):
+        return np.empty(0, np.int64)
+    low, high = np.searchsorted(bounds, elements[[0, -1]], side="right").tolist()
+    bounds = bounds[low:high]  # the others are before the first element, or after the last one
     if len(bounds) > len(elements):
-        return np.searchsorted(bounds, elements, side="right") - 1
+        last: I64 = np.searchsorted(bounds, elements, side="right") + (low - 1)
+        return last
     cuts = np.searchsorted(elements, bounds)
-    return np.repeat(np.arange(-1, len(bounds)), np.diff(cuts, prepend=0, append=len(elements)))
+    return np.repeat(np.arange(low - 1, high), np.diff(cuts, prepend=0, append=len(elements)))
 
 
 class Numbering:

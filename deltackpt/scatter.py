@@ -9,24 +9,24 @@ A plan says nothing about how the engine's *start-up* load laid out its weights:
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import zstandard
 
-from deltackpt.backend import in_order
 from deltackpt.digest import sha256
 from deltackpt.errors import ConfigError, Poisoned
 from deltackpt.ids import Bits, Planes, torch_dtype
 from deltackpt.kernels import U8
-from deltackpt.layout import I64, Layout, element_width
+from deltackpt.layout import DTYPES, I64, Layout, element_width
 from deltackpt.live import Live, Region, View
 from deltackpt.places import Numbering, Runs, compress, runs_of
 from deltackpt.plans import LEVEL, UNSIGNED, Coverage, Refresh, Row, ScatterPlan, load_plan, refresh_all, save_plan
-from deltackpt.tensors import DTYPES
+from deltackpt.pool import in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,7 +71,7 @@ def make_plan(
             after = Live(module, state=state)
             if after.signature != before.signature:
                 raise ConfigError(f"the loader leaves other tensors than it found: {_difference(before, after)}")
-            seen.append(dict(in_order(_pack, after.regions, threads)))
+            seen.append(dict(in_order(partial(_pack, check=plane == planes.passes - 1), after.regions, threads)))
         if refreshes:
             _prove_refreshes(Live(module, state=state), refreshes)
     finally:
@@ -106,9 +106,9 @@ def cached_plan(
     return plan
 
 
-def _pack(region: Region) -> tuple[str, bytes]:
-    """Keep what a region shows. Digits repeat, so that little is left of them."""
-    return region.name, zstandard.compress(memoryview(region.memory), 1)
+def _pack(region: Region, *, check: bool) -> tuple[str, bytes]:
+    """Keep what a region shows. Digits repeat, so that little is left of them; the check plane is stored as it is."""
+    return region.name, zlib.compress(memoryview(region.memory), 0 if check else 1)
 
 
 def _put_back(live: Live, before: Live, saved: Mapping[str, U8]) -> None:
@@ -222,7 +222,7 @@ class _Decoding:
         return ScatterPlan(layout, self.signature, setting, state, self.derived, rows, maps, coverage)
 
     def _decode(self, region: Region) -> _Piece:
-        shown = [np.frombuffer(zstandard.decompress(s[region.name]), np.uint8) for s in self.seen]
+        shown = [np.frombuffer(zlib.decompress(s[region.name]), np.uint8) for s in self.seen]
         # What is the same whatever was loaded, the real weights included, depends on none of them.
         open_ = np.zeros(region.nbytes, np.uint8)
         for now in shown:

@@ -25,7 +25,7 @@ from deltackpt.digest import U64, state_fingerprint
 from deltackpt.errors import ConfigError, FormatError, IntegrityError, Poisoned
 from deltackpt.folder import signed
 from deltackpt.kernels import view
-from deltackpt.layout import Layout, Mask
+from deltackpt.layout import DTYPES, Layout, Mask
 from deltackpt.reader import AnchorSource, Delta, Reader, compare_fingerprints, named, read_chunks, source_lacks
 from deltackpt.store import Store
 
@@ -34,15 +34,6 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = torch.Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]
     Params: TypeAlias = "Mapping[str, Array] | Iterable[tuple[str, Array]] | Live"
-
-DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
-}  # fmt: skip
-"""Names of torch dtypes and of the same dtypes in safetensors."""
 
 BACKENDS = ("auto", "cpu", "cuda", "de", "torch")
 """See `choose`."""

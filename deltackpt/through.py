@@ -1,168 +1,154 @@
-"""Live memory through a scatter plan: read and written as whole tensors, and the changes of deltas mapped to it.
+"""Live memory through a scatter plan: read and written as whole tensors, and changes of a checkpoint mapped to it.
 
-Only addresses: whose memory it is, and when it may be written, is the caller's business (`planned`).
+Only addresses: whose memory it is, and when it may be written, is the caller's business (`module`). Needs numpy alone.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from deltackpt.backend import READ, Staged, apply, in_order
+from deltackpt.changes import Changes, Elements, Flips
 from deltackpt.digest import U64, contribution
-from deltackpt.errors import IntegrityError
-from deltackpt.kernels import U8, Columns, fingerprint, in_tensors, positions, use_jit, view
-from deltackpt.layout import I64, TILE, Segments
-from deltackpt.places import last_at
+from deltackpt.errors import ConfigError, IntegrityError
+from deltackpt.kernels import U8, fingerprint, use_jit, view
+from deltackpt.layout import I64, Segments
+from deltackpt.places import Numbering, last_at
 from deltackpt.plans import ScatterPlan
-from deltackpt.reader import Delta
+from deltackpt.pool import in_order
 
-Elements: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+_AT_ONCE = 1 << 16
+"""Changes per task: what is made on the way stays in a cache."""
 
 _PIECE = 64 << 20
 """Bytes of weights that are read through a plan at once."""
 
 
-# ---------------------------------------------------------------- flips
+# ---------------------------------------------------------------- single elements
+
+
+class Located:
+    """A plan's places in one module: each live element as an index into one array of memory, of its width.
+
+    Valid while the module keeps its tensors. Raises ConfigError for memory whose elements are not aligned.
+    """
+
+    def __init__(self, plan: ScatterPlan, addresses: U64) -> None:
+        self.plan, live, numbering = plan, plan.live, plan.live_numbering
+        begin = int(addresses.min(initial=1 << 63)) // 8 * 8
+        end = int((addresses + live.nbytes.astype(np.uint64)).max(initial=begin))
+        self._memory = view(begin, (end - begin) // 8 * 8 + 8) if len(addresses) else np.empty(0, np.uint8)
+        offset = (addresses - np.uint64(begin)).astype(np.int64)
+        if (odd := np.flatnonzero(offset % live.width)).size:
+            raise ConfigError(f"{live.names[odd[0]]} is not aligned to its elements; use the engine's own reload")
+        shift = offset // live.width - numbering.of_tensor
+        self.maps = tuple(replace(m, live=m.live + shift[numbering.owner(m.live)]) for m in plan.maps)
+
+    def memory(self, width: int) -> Elements:
+        """Return the array; only what a map leads to may be touched."""
+        return self._memory.view(f"<u{width}")
 
 
 @dataclass(frozen=True)
-class Flips:
-    """Changes of live memory. added: to the fingerprint of each checkpoint tensor, by what is here of it; live: to that
-    of each live tensor; read_ms: how long reading the places took.
+class Piece:
+    """Elements of live memory, what they are and what they will be. at: indices into `Located.memory`, rising."""
+
+    at: I64
+    old: Elements
+    new: Elements
+
+    @property
+    def undone(self) -> Piece:
+        """The way back."""
+        return Piece(self.at, self.new, self.old)
+
+
+def look(located: Located, changes: Changes, threads: int | None) -> tuple[list[Piece], U64]:
+    """Find the places of changes and read what is there.
+
+    Returns pieces to be exchanged, and what that adds to the fingerprint of each checkpoint tensor, by what is here of
+    it. Raises IntegrityError for copies of one element that are not equal.
     """
+    plan = located.plan
 
-    staged: Sequence[Staged]
-    added: U64
-    live: U64
-    read_ms: float
+    def work(part: Flips) -> tuple[Piece, I64, U64]:
+        memory = located.memory(part.bits.itemsize)
+        which, at = located.maps[0].find(part.elements)
+        elements, bits = part.elements[which], part.bits[which]
+        old = memory[at]
+        places, values, flips = [at], [old], [bits]
+        for copies in located.maps[1:]:
+            # The first map has every element that is here.
+            which, at = copies.find(elements)
+            if (odd := np.flatnonzero(memory[at] != old[which])).size:
+                name = plan.layout.names[int(plan.source_numbering.owner(elements[which[odd[:1]]])[0])]
+                raise IntegrityError(f"copies of {name} in the module are not equal; nothing was written; reseed")
+            places.append(at)
+            values.append(old[which])
+            flips.append(bits[which])
+        at, values_, flips_ = np.concatenate(places), np.concatenate(values), np.concatenate(flips)
+        if not (at[1:] > at[:-1]).all():
+            order = np.argsort(at, kind="stable")
+            at, values_, flips_ = at[order], values_[order], flips_[order]
+        return Piece(at, values_, values_ ^ flips_), *_added(plan.source_numbering, elements, old, old ^ bits)
 
-
-def changes(plan: ScatterPlan, delta: Delta, threads: int | None) -> Iterator[tuple[int, tuple[I64, U64]]]:
-    """Yield each group's number, and its changes: elements of the checkpoint, counted through, and flips."""
-    numbering = plan.source_numbering
-    for staged in delta.staged(threads=threads):
-        segments = delta.tiling.groups[staged.group]
-        at, values = positions(segments, staged.columns)
-        at, values = at[values != 0], values[values != 0]
-        if segments.boxes is None:
-            yield staged.group, (at + numbering.of_group[staged.group], values)
-            continue
-        # A group of a part has elements of any groups of the layout, in an order of its own.
-        tensor, element = in_tensors(segments, at)
-        elements = numbering.of_tensor[tensor] + element
-        order = np.argsort(elements)
-        elements, values = elements[order], values[order]
-        cuts = np.searchsorted(elements, numbering.of_group)
-        for group in np.flatnonzero(np.diff(cuts)).tolist():
-            mine = slice(int(cuts[group]), int(cuts[group + 1]))
-            yield group, (elements[mine], values[mine])
-
-
-def merged(changes: Sequence[tuple[I64, U64]]) -> tuple[I64, U64]:
-    """Join the changes of several deltas to one group: flips of one element meet."""
-    if len(changes) == 1:
-        return changes[0]
-    elements, values = (np.concatenate(c) for c in zip(*changes, strict=True))
-    order = np.argsort(elements, kind="stable")
-    elements, values = elements[order], values[order]
-    first = np.flatnonzero(np.diff(elements, prepend=-1))
-    values = np.bitwise_xor.reduceat(values, first)
-    return elements[first][values != 0], values[values != 0]
+    parts = (
+        Flips(one.elements[n : n + _AT_ONCE], one.bits[n : n + _AT_ONCE])
+        for one in changes.flips
+        for n in range(0, len(one.elements), _AT_ONCE)
+    )
+    pieces = []
+    total = np.zeros(len(plan.layout.names), np.uint64)
+    for piece, tensors, sums in in_order(work, parts, threads):
+        pieces.append(piece)
+        total[tensors] += sums
+    return pieces, total
 
 
-def flips_of(plan: ScatterPlan, groups: Sequence[tuple[I64, U64]], addresses: U64, threads: int | None) -> Flips:
-    """Map changes to live memory, and read there what they will do."""
-    staged: list[Staged] = []
-    added = np.zeros(len(plan.layout.names), np.uint64)
-    live_added = np.zeros(len(plan.live.names), np.uint64)
-    read_ms = 0.0
-    for width in (1, 2, 4, 8):
-        mine = [g for g in groups if len(g[0]) and plan.layout.width[plan.source_numbering.owner(g[0][:1])[0]] == width]
-        if not mine:
-            continue
-        elements, values = (np.concatenate(c) for c in zip(*mine, strict=True))
-        found = [one.find(elements) for one in plan.maps]
-        which = np.concatenate([w for w, _ in found])
-        live = np.concatenate([at for _, at in found])
-        copies = np.repeat(np.arange(len(found)), [len(w) for w, _ in found])
-        if not (live[1:] > live[:-1]).all():
-            order = np.argsort(live, kind="stable")
-            which, live, copies = which[order], live[order], copies[order]
-        here = list(_columns(plan, live, values[which]))
-        began = time.perf_counter()
-        reading = [
-            Staged(s.group, Columns(s.columns.counts, s.columns.gaps, s.columns.values.copy(), s.columns.dense))
-            for s in here
-        ]
-        live_added += apply(plan.live, reading, addresses, mode=READ, threads=threads)
-        read_ms += (time.perf_counter() - began) * 1e3
-        new = np.concatenate([_elements(s.columns.values) for s in reading]) if reading else np.empty(0, np.uint64)
-        old = new ^ values[which]
-        added += _added(plan, width, elements, which, copies, old, new)
-        staged += here
-    return Flips(staged, added, live_added, read_ms)
-
-
-def _columns(plan: ScatterPlan, live: I64, values: U64) -> Iterator[Staged]:
-    """Lay changes of live elements, sorted, out as columns of the live layout's groups."""
-    bounds = np.searchsorted(live, plan.live_numbering.of_group)
-    for number in np.flatnonzero(np.diff(bounds)).tolist():
-        part = slice(bounds[number], bounds[number + 1])
-        group = plan.live.groups[number]
-        at = live[part] - plan.live_numbering.of_group[number]
-        begin = np.cumsum(group.count) - group.count
-        row = last_at(begin, at)
-        inside = at - begin[row]
-        per = -(-group.count // TILE)
-        tile = (np.cumsum(per) - per)[row] + inside // TILE
-        place = inside % TILE
-        gap = np.where(np.diff(tile, prepend=-1) != 0, place, np.diff(place, prepend=0) - 1)
-        counts = np.bincount(tile, minlength=group.tiles).astype(np.uint16)
-        nothing = np.empty((group.width, 0), np.uint8)
-        yield Staged(
-            number, Columns(counts, _planes(gap.astype(np.uint64), 2), _planes(values[part], group.width), nothing)
-        )
-
-
-def _planes(values: U64, width: int) -> U8:
-    return np.ascontiguousarray(values.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width].T)
-
-
-def _elements(planes: U8) -> U64:
-    """Undo `_planes`."""
-    wide = np.zeros((planes.shape[1], 8), np.uint8)
-    wide[:, : len(planes)] = planes.T
-    return wide.view("<u8").reshape(-1)
-
-
-def _added(plan: ScatterPlan, width: int, elements: I64, which: I64, copies: I64, old: U64, new: U64) -> U64:
-    """Return what the changes add to the fingerprints of the checkpoint's tensors. Raises IntegrityError for copies
-    of one element that are not equal.
-    """
-    numbering = plan.source_numbering
-    before, after = np.zeros(len(elements), np.uint64), np.zeros(len(elements), np.uint64)
-    first = copies == 0
-    before[which[first]], after[which[first]] = old[first], new[first]
-    if (odd := np.flatnonzero(before[which] != old)).size:
-        name = plan.layout.names[int(numbering.owner(elements[which[odd[:1]]])[0])]
-        raise IntegrityError(f"copies of {name} in the module are not equal; nothing was written; reseed")
+def _added(numbering: Numbering, elements: I64, old: Elements, new: Elements) -> tuple[I64, U64]:
+    """Return tensors, and what turning old values of their elements into new ones adds to their fingerprints."""
+    if not len(elements):
+        return np.empty(0, np.int64), np.empty(0, np.uint64)
+    width, before, after = old.itemsize, old.astype(np.uint64), new.astype(np.uint64)
     place = last_at(numbering.first, elements)
     inside = (elements - numbering.first[place]).astype(np.uint64)
     if width == 8:
         terms = contribution(width, inside, after) - contribution(width, inside, before)
     else:
         terms = contribution(width, inside, after - before)
-    total = np.zeros(len(plan.layout.names), np.uint64)
-    if len(terms):
-        begin = np.flatnonzero(np.diff(place, prepend=-1))
-        total[numbering.order[place[begin]]] = np.add.reduceat(terms, begin)
-    return total
+    begin = np.flatnonzero(np.diff(place, prepend=-1))
+    return numbering.order[place[begin]], np.add.reduceat(terms, begin)
+
+
+def unchanged(located: Located, pieces: Sequence[Piece], threads: int | None) -> bool:
+    """Say whether memory is as the pieces were read."""
+
+    def work(piece: Piece) -> bool:
+        return np.array_equal(located.memory(piece.old.itemsize)[piece.at], piece.old)
+
+    return all(list(in_order(work, pieces, threads)))
+
+
+def exchange(located: Located, pieces: Sequence[Piece], threads: int | None) -> bool:
+    """Write the new values where memory still has the old ones; if it has not anywhere, undo all and return False."""
+    written: list[Piece] = []
+
+    def work(piece: Piece) -> bool:
+        memory = located.memory(piece.old.itemsize)
+        if not np.array_equal(memory[piece.at], piece.old):
+            return False
+        memory[piece.at] = piece.new
+        written.append(piece)
+        return True
+
+    if all(list(in_order(work, pieces, threads))):
+        return True
+    for piece in written:
+        located.memory(piece.old.itemsize)[piece.at] = piece.old
+    return False
 
 
 # ---------------------------------------------------------------- whole tensors

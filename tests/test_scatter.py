@@ -623,7 +623,7 @@ def test_weights_changed_after_staging_are_undone(store: str) -> None:
     assert prepared is not None
     engine.qkv[3, 3] += 1
     before = memory_of(engine)
-    refused(IntegrityError, "the module did not change as staged, all was undone", prepared.apply)
+    refused(IntegrityError, "the module's weights are not what was staged, all was undone", prepared.apply)
     assert memory_of(engine) == before
 
 
@@ -678,7 +678,7 @@ def test_interrupted_apply_is_reseeded(store: str, monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltackpt.planned.apply", interrupted)
+        patch.setattr("deltackpt.module.exchange", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepared.apply()
     refused(Poisoned, "an earlier apply did not finish", again.apply)
