@@ -158,7 +158,10 @@ def run(
 
 
 class Products:
-    """A loop of bf16 matrix products in a thread and on a stream of its own; when each one was done is noted."""
+    """A loop of bf16 matrix products in a thread and on a stream of its own.
+
+    done: when each was done, by the device's clock, set against the host's: this thread may be late to see it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stop, self.done = device, threading.Event(), list[float]()
@@ -169,14 +172,19 @@ class Products:
         under_way: deque[torch.cuda.Event] = deque()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         with torch.cuda.stream(stream):
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # as above
+            begin.record()
+            begin.synchronize()
+            began = time.perf_counter()
             while not self._stop.is_set():
                 torch.mm(a, b, out=c)
-                under_way.append(torch.cuda.Event())  # type: ignore[no-untyped-call]  # as above
+                under_way.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]  # as above
                 under_way[-1].record()
                 # As far ahead as a training step's launches are: Python is busy elsewhere now and then.
                 if len(under_way) > 32:
-                    under_way.popleft().synchronize()
-                    self.done.append(time.perf_counter())
+                    done = under_way.popleft()
+                    done.synchronize()
+                    self.done.append(began + begin.elapsed_time(done) / 1e3)
 
     def __enter__(self) -> Products:
         self._thread.start()
