@@ -274,17 +274,18 @@ def put_assembled(
     return AnchorFile(shard.name, parts.nbytes, parts.hasher.hexdigest())
 
 
-def assembled_draft(
-    writer: Writer,
+def assembled_anchor(
+    store: Store,
+    reader: Reader,
     prefix: str,
     source: Weights,
     version: int,
     table: U64,
     files: tuple[AnchorFile, ...],
     put: Callable[[str], None],
-) -> Draft:
-    """Return the draft of a full version whose weight files were put by `put_assembled`; puts the other files."""
-    store, reader, placement = writer.store, writer.reader, source.placement
+) -> Anchor:
+    """Put the other files of a copy whose weight files were put by `put_assembled`; returns its record, not put yet."""
+    placement = source.placement
     checkpoint, _ = placed(source.layout, placement)
     small = [] if placement.index is None else [(placement.index, index_bytes(checkpoint))]
     small += [(side.name, reader.side_file(side)) for side in source.side_files]
@@ -292,8 +293,12 @@ def assembled_draft(
         with contextlib.suppress(AlreadyExists):
             _put_file(store, prefix, name, [raw], put)
         files = (*files, AnchorFile(name, len(raw), xxhash.xxh3_128_hexdigest(raw)))
-    anchor = _anchor_record(source, version, table, prefix, files)
-    raw, key = encode(anchor), f"{prefix}/anchor.json"
+    return _anchor_record(source, version, table, prefix, files)
+
+
+def assembled_draft(store: Store, source: Weights, anchor: Anchor, put: Callable[[str], None]) -> Draft:
+    """Return the draft of a full version from the record that `assembled_anchor` made; puts it."""
+    raw, key = encode(anchor), f"{anchor.folder}/anchor.json"
     put(key)
     with contextlib.suppress(AlreadyExists):
         store.put(key, [raw])

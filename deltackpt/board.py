@@ -204,6 +204,34 @@ class Counted:
         self.board.drop(keys)
 
 
+@dataclass
+class Within:
+    """The keys of a board under a prefix."""
+
+    board: Board
+    prefix: str
+    poll_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.poll_s = self.board.poll_s
+
+    def create(self, key: str, value: bytes) -> bytes:
+        """See Board.create."""
+        return self.board.create(f"{self.prefix}/{key}", value)
+
+    def put(self, key: str, value: bytes) -> None:
+        """See Board.put."""
+        self.board.put(f"{self.prefix}/{key}", value)
+
+    def get(self, key: str) -> bytes | None:
+        """See Board.get."""
+        return self.board.get(f"{self.prefix}/{key}")
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """See Board.drop."""
+        self.board.drop(f"{self.prefix}/{key}" for key in keys)
+
+
 @dataclass(frozen=True)
 class Group:
     """The processes that publish together: this one's rank, how many there are, and their board.

@@ -10,50 +10,39 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 import numpy as np
 import zstandard
 
 from deltackpt import backend
-from deltackpt.anchor import Source, Weights, assembled_draft, put_assembled, put_piece, read_piece
+from deltackpt.anchor import anchor_due, assembled_draft
 from deltackpt.board import Counted, Forgotten, Group, Round, StoreBoard, Trouble, Watch, sweep_boards
 from deltackpt.chain import Entry
-from deltackpt.checkpoint import addresses, default_placement, mapped, open_folder
+from deltackpt.checkpoint import default_placement, open_folder
+from deltackpt.copies import AnchorTry, Copy, Frozen, Puts, Superseded, frozen_in_folder, weights_of
 from deltackpt.digest import U64, sha256, state_fingerprint
 from deltackpt.errors import ConfigError, DeltaError, NotFound, Unavailable
+from deltackpt.ground import Ground, Mine, Terms, place_in
 from deltackpt.holding import Held, hold
-from deltackpt.kernels import U8, view
-from deltackpt.layout import BITS, Layout, Segments
-from deltackpt.manifest import (
-    MAX_MANIFEST,
-    AnchorFile,
-    Manifest,
-    Placement,
-    Shard,
-    SideFile,
-    data_prefix,
-    encode,
-    manifest_key,
-)
+from deltackpt.kernels import view
+from deltackpt.layout import Layout, Segments
+from deltackpt.manifest import MAX_MANIFEST, Manifest, Placement, Shard, SideFile, data_prefix, encode, manifest_key
 from deltackpt.ownership import Inventory, Part, divide, join_layout
-from deltackpt.partition import Box, Partition
+from deltackpt.partition import Partition
 from deltackpt.shard import EncodedGroup, assemble
-from deltackpt.store import LocalStore, Store, open_store, read
+from deltackpt.store import Store, open_store, read
 from deltackpt.tensors import restore_into
 from deltackpt.writer import SHARD_BYTES, Draft, Grant, Writer
 
 if TYPE_CHECKING:
     from deltackpt.holding import Pieces
 
-_PUTS = 4
-"""Shards that one rank puts at a time."""
 _KEPT = 4
 """Rounds whose values stay on the board: a rank that slept for longer has to start again."""
 
@@ -70,21 +59,6 @@ class _Arrival(msgspec.Struct, frozen=True):
     step: int | None
 
 
-class _Terms(msgspec.Struct, frozen=True):
-    """What holds for all rounds of a group, by digest where it is an object of the store.
-
-    sets: ranks that hold the same bytes; parts: of each its set and its owner, none of a part that is frozen.
-    """
-
-    grant: Grant
-    layout: str
-    placement: str
-    partition: str
-    side_files: tuple[SideFile, ...]
-    sets: list[tuple[int, ...]]
-    parts: list[tuple[int, int] | None]
-
-
 class _Plan(msgspec.Struct, frozen=True):
     """Who takes part, in which version, and how. settled: whether the commit that was left open was made.
 
@@ -94,7 +68,7 @@ class _Plan(msgspec.Struct, frozen=True):
     roster: tuple[int, ...] = ()
     trouble: Trouble | None = None
     settled: bool | None = None
-    terms: _Terms | None = None
+    terms: Terms | None = None
     kind: Literal["full", "adopt", "delta"] = "delta"
     attempt: str = ""
     version: int = 0
@@ -132,131 +106,14 @@ class _Adopt(msgspec.Struct, frozen=True):
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """The manifest was put, unless there is trouble; unknown: whether it was is not known."""
+    """The manifest was put, unless there is trouble; unknown: whether it was is not known.
+
+    anchor: name of the try at an anchor of this version, where one is due.
+    """
 
     trouble: Trouble | None = None
     unknown: bool = False
-
-
-# ---------------------------------------------------------------- memory of one rank
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a box of a part lies in what the rank holds. cut: how to take it out where it does not lie side by side."""
-
-    held: int
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...] = ()
-    cut: tuple[slice, ...] | None = None
-
-
-def _place(layout: Layout, t: int, box: Box, held: int, of: Box) -> _Place:
-    bits, width = BITS[layout.dtypes[t]], int(layout.width[t])
-    shape = [end - begin for begin, end in of]
-    at = [begin - low for (begin, _), (low, _) in zip(box, of, strict=True)]
-    size = [end - begin for begin, end in box]
-    nbytes = int(np.prod(size, dtype=np.int64)) * bits // 8
-    full = [a == b for a, b in zip(size, shape, strict=True)]
-    first = next((d for d, n in enumerate(size) if n > 1), len(size))
-    if all(full[first + 1 :]):
-        offset = 0
-        for index, n in zip(at, shape, strict=True):
-            offset = offset * n + index
-        return _Place(held, offset * bits // 8, nbytes)
-    units = 8 * width
-    shape[-1], at[-1], size[-1] = (n * bits // units for n in (shape[-1], at[-1], size[-1]))
-    return _Place(held, 0, nbytes, tuple(shape), tuple(slice(a, a + n) for a, n in zip(at, size, strict=True)))
-
-
-@dataclass
-class _Mine:
-    """A part that this rank holds. base: addresses of its boxes; new: of the new ones, in this round."""
-
-    number: int
-    places: list[_Place]
-    base: U64
-    new: U64 = field(default_factory=lambda: np.empty(0, np.uint64))
-    encoded: list[EncodedGroup] | None = None
-    fingerprint: int | None = None
-    _kept: list[object] = field(default_factory=list)
-    _found_in: object = None
-    _cuts: list[int] = field(default_factory=list)
-
-    def take(self, held: Held, layout: Layout, tensor: Sequence[int]) -> None:
-        """Find the new bytes."""
-        self._kept, self.encoded, self.fingerprint = [], None, None
-        if held.memory is not self._found_in:
-            self._found_in = held.memory
-            self.new = np.array([held.address[place.held] + place.offset for place in self.places], np.uint64)
-            self._cuts = [i for i, place in enumerate(self.places) if place.cut is not None]
-        for i in self._cuts:
-            place = self.places[i]
-            whole = held.memory[place.held].view(f"<u{int(layout.width[tensor[i]])}").reshape(place.shape)
-            memory = np.ascontiguousarray(whole[place.cut]).reshape(-1).view(np.uint8)
-            self._kept.append(memory)
-            self.new[i] = int(memory.__array_interface__["data"][0])
-
-    def boxes(self, where: U64) -> list[U8]:
-        """Return the bytes of all boxes."""
-        return [view(a, place.nbytes) for a, place in zip(where.tolist(), self.places, strict=True)]
-
-    def copy(self) -> None:
-        """Make the base what is new."""
-        for base, new in zip(self.boxes(self.base), self.boxes(self.new), strict=True):
-            base[:] = new
-
-
-class _Ground:
-    """What a rank knows for all rounds: the terms, and the parts that it holds, with its base of each."""
-
-    def __init__(self, terms: _Terms, writer: Writer, rank: int, inventory: Inventory) -> None:
-        self.terms, self.writer, self.inventory = terms, writer, inventory
-        reader = writer.reader
-        self.layout: Layout = reader.layout(terms.layout)
-        self.partition: Partition = reader.partition(terms.partition, self.layout)
-        self.placement: Placement = reader.placement_of(terms.placement, self.layout)
-        self.holders = [_holders(terms, part) for part in range(len(terms.parts))]
-        self.boxes = [self.partition.places(part) for part in range(self.partition.parts)]
-        position = self.layout.position
-        held: dict[int, list[tuple[int, Box]]] = {}
-        for i, (name, box) in enumerate(zip(inventory.names, inventory.boxes, strict=True)):
-            held.setdefault(position[name], []).append((i, box))
-        mine = [part for part, holders in enumerate(self.holders) if rank in holders]
-        places = {part: [_find(self.layout, t, box, held[t]) for t, box in self.boxes[part]] for part in mine}
-        sizes = [place.nbytes for part in mine for place in places[part]]
-        self.memory = np.empty(sum(sizes) + 1, np.uint8)
-        ends = np.cumsum(np.array([0, *sizes], np.uint64)) + np.uint64(self.memory.__array_interface__["data"][0])
-        self.mine: dict[int, _Mine] = {}
-        begin = 0
-        for part in mine:
-            self.mine[part] = _Mine(part, places[part], ends[begin : begin + len(places[part])].astype(np.uint64))
-            begin += len(places[part])
-
-    def tensor(self, part: int) -> list[int]:
-        """Return the tensor of each box of a part."""
-        return [t for t, _ in self.boxes[part]]
-
-    def weighted(self, part: int, fingerprints: U64) -> int:
-        """Return the sum of H_t * fp over the boxes of a part."""
-        return state_fingerprint(self.layout.weights[self.tensor(part)], fingerprints)
-
-
-def _holders(terms: _Terms, part: int) -> tuple[int, ...]:
-    given = terms.parts[part]
-    if given is None:
-        return ()
-    ranks, owner = terms.sets[given[0]], given[1]
-    turn = ranks.index(owner)
-    return ranks[turn:] + ranks[:turn]
-
-
-def _find(layout: Layout, t: int, box: Box, held: Sequence[tuple[int, Box]]) -> _Place:
-    for i, of in held:
-        if all(low <= begin and end <= high for (begin, end), (low, high) in zip(box, of, strict=True)):
-            return _place(layout, t, box, i, of)
-    raise AssertionError("a holder of a part has each of its boxes in one piece")
+    anchor: str = ""
 
 
 # ---------------------------------------------------------------- the publisher
@@ -290,9 +147,9 @@ class Collective:
         self.serving = open_folder(serving) if serving is not None else None
         self.run_id, self.resume, self.new_lineage = run_id, resume, new_lineage
         self.codec, self.form, self.frozen, self.threads = codec, form, frozen, threads
-        self.anchors = anchors
-        self.ground: _Ground | None = None
-        self.open: tuple[_Ground, bytes] | None = None
+        self.anchors, self.anchor = anchors, cast("AnchorTry | None", None)
+        self.ground: Ground | None = None
+        self.open: tuple[Ground, bytes] | None = None
         self.broken = ""
         self._watch, self._rounds = Watch(group, self.board), 0
         self._past: list[Round] = []
@@ -331,7 +188,12 @@ class Collective:
             raise
 
     def close(self) -> None:
-        """Nothing to wait for. Values of the last rounds stay on the board: others may not have read them yet."""
+        """Wait for an anchor that is being made; what becomes of it is no error, since its version is committed.
+
+        Values of the last rounds stay on the board: others may not have read them yet.
+        """
+        if self.anchor is not None:
+            self.anchor.join()
 
 
 class _Ended(Exception):
@@ -340,10 +202,6 @@ class _Ended(Exception):
     def __init__(self, trouble: Trouble) -> None:
         super().__init__(trouble.text)
         self.trouble = trouble
-
-
-class _Superseded(Exception):
-    """A round was decided while this rank was still at work on it."""
 
 
 @dataclass
@@ -356,19 +214,18 @@ class _Publish:
     step: int | None
     metadata: Mapping[str, str] | None
     done: dict[int, _PartDone] = field(default_factory=dict)
-    files: dict[int, AnchorFile] = field(default_factory=dict)
     put: list[str] = field(default_factory=list)
     told: int = 0  # of `put`, the first so many are known to the others, who may commit them
     plan: _Plan = field(default_factory=_Plan)
     version: int = 0
-    _ground: _Ground | None = None
+    _ground: Ground | None = None
 
     @property
     def rank(self) -> int:
         return self.round.group.rank
 
     @property
-    def ground(self) -> _Ground:
+    def ground(self) -> Ground:
         ground = self._ground
         assert ground is not None
         return ground
@@ -444,7 +301,7 @@ class _Publish:
                     f"rank {low} publishes step {arrived[low].step}, rank {high} step {arrived[high].step}; "
                     "expected the same step on all ranks"
                 )
-            terms: _Terms | None = None
+            terms: Terms | None = None
             kind: Literal["full", "adopt", "delta"] = "delta"
             if self.owner.ground is None:
                 terms, kind, head = self._make_terms()
@@ -461,7 +318,7 @@ class _Publish:
         ground = self.owner.ground
         return ground is not None and all(any(r in ranks for r in holders) for holders in ground.holders if holders)
 
-    def _make_terms(self) -> tuple[_Terms, Literal["full", "adopt"], Entry | None]:
+    def _make_terms(self) -> tuple[Terms, Literal["full", "adopt"], Entry | None]:
         """Claim the right to write, and cut the layout into parts; returns the head too."""
         owner = self.owner
         inventories = {rank: self._inventory(rank) for rank in range(self.round.group.size)}
@@ -526,7 +383,7 @@ class _Publish:
         owner, terms = self.owner, self.plan.terms
         if terms is not None:
             writer = Writer(owner.store, threads=owner.threads, grant=terms.grant)
-            self._ground = _Ground(terms, writer, self.rank, self.held.inventory)
+            self._ground = Ground(terms, writer, self.rank, self.held.inventory)
         else:
             self._ground = owner.ground
             if self._ground is None:
@@ -586,8 +443,10 @@ class _Publish:
         except NotFound:
             return False
 
-    def _advance(self, ground: _Ground, raw: bytes) -> Manifest:
+    def _advance(self, ground: Ground, raw: bytes) -> Manifest:
         """Bring the base to what was committed, by the very changes that were compared."""
+        if self.owner.anchor is not None:
+            self.owner.anchor.let_go(self.round.step)
         self.owner.ground = None  # interrupted, it is no version's
         writer = ground.writer
         writer.forget()
@@ -647,7 +506,7 @@ class _Publish:
             began = len(self.put)
             try:
                 done = self._put_piece(mine) if self.plan.kind == "full" else self._put_part(mine)
-            except _Superseded:
+            except Superseded:
                 return
             except DeltaError as exc:
                 # Others that hold the same go on with it; where none does, this becomes the error of the round.
@@ -659,11 +518,11 @@ class _Publish:
                 self._take_back((), self.put[began:])
 
     def _look(self, part: int) -> None:
-        """Raise _Superseded if the part, or the round, is done without this rank."""
+        """Raise Superseded if the part, or the round, is done without this rank."""
         if self._part_done(part) or self.round.get("decision") is not None:
-            raise _Superseded
+            raise Superseded
 
-    def _put_part(self, mine: _Mine) -> _PartDone:
+    def _put_part(self, mine: Mine) -> _PartDone:
         """Encode a part and put its shards."""
         owner, ground = self.owner, self.ground
         prefix = data_prefix(self.version, secrets.token_hex(8))
@@ -671,7 +530,7 @@ class _Publish:
             ground.partition, mine.number, mine.base, mine.new,
             codec=owner.codec, form=owner.form, threads=owner.threads,
         )  # fmt: skip
-        puts = _Puts(self.round, lambda: self._look(mine.number))
+        puts = Puts(self.round.step, lambda: self._look(mine.number))
         kept: list[EncodedGroup] = []
         waiting: list[EncodedGroup] = []
         began = time.perf_counter()
@@ -712,16 +571,14 @@ class _Publish:
         weights = self.ground.layout.weights
         return sum(state_fingerprint(weights[g.tensor], g.fingerprint) for g in groups) & 0xFFFFFFFFFFFFFFFF
 
-    def _put_piece(self, mine: _Mine) -> _PartDone:
+    def _put_piece(self, mine: Mine) -> _PartDone:
         """Put all bytes of a part, for the files of a full copy."""
         began = time.perf_counter()
-        table = backend.part_fingerprints(self.ground.partition, mine.number, mine.base, threads=self.owner.threads)
         key = f"{data_prefix(self.version, secrets.token_hex(8))}/piece-{mine.number:05d}"
-        puts = _Puts(self.round, lambda: self._look(mine.number))
         self.put.append(key)
-        puts.begin(lambda: put_piece(self.owner.store, key, mine.boxes(mine.base), table, puts.step))
-        list(puts.end())
-        mine.fingerprint = self.ground.weighted(mine.number, table)
+        mine.fingerprint = self._copy.put_piece(
+            mine.number, key, self.round.step, lambda: self._look(mine.number)
+        )  # fmt: skip
         return _PartDone(self.rank, mine.fingerprint, key=key, times={"upload_ms": (time.perf_counter() - began) * 1e3})
 
     def _report(self, *, again: bool = False) -> None:
@@ -857,58 +714,30 @@ class _Publish:
 
     # ------------------------------------------------------------ a full copy
 
-    def _sources(self) -> dict[int, list[Source]]:
-        """Return where the boxes of every tensor lie, when all parts are put."""
-        ground, found = self.ground, dict[int, list[Source]]()
-        for part, boxes in enumerate(ground.boxes):
-            offset = 0
-            for t, box in boxes:
-                if part in self.done:
-                    cells = int(np.prod([end - begin for begin, end in box], dtype=np.int64))
-                    source = Source(self.owner.store, self.done[part].key, offset, box)
-                    offset += cells * BITS[ground.layout.dtypes[t]] // 8
-                else:
-                    source = self._frozen(t, box)
-                found.setdefault(t, []).append(source)
-        return found
+    @cached_property
+    def _copy(self) -> Copy:
+        owner = self.owner
 
-    def _frozen(self, t: int, box: Box) -> Source:
-        folder = self.owner.serving
-        assert folder is not None, "only a serving checkpoint has tensors that no rank holds in a full version"
-        checkpoint = folder.checkpoint
-        name = checkpoint.placement.files[int(checkpoint.file[t])].name
-        return Source(LocalStore(folder.path), name, int(checkpoint.offset[t]), box)
+        def frozen() -> Frozen:
+            assert owner.serving is not None, "only of a serving checkpoint may a full version have frozen tensors"
+            return frozen_in_folder(owner.serving, self.ground, owner.threads)
+
+        prefix = data_prefix(self.version, self.plan.attempt)
+        return Copy(owner.store, self.round, self.ground, self.plan.roster, prefix, frozen, self._share, owner.threads)
+
+    def _pieces(self) -> dict[int, str]:
+        return {part: done.key for part, done in self.done.items()}
 
     def _do_files(self) -> None:
         """Put the files whose turn it is to be put by this rank, when all parts are there."""
         self._do_parts()
-        ground, roster = self.ground, self.plan.roster
-        if any(holders and not self._part_done(part) for part, holders in enumerate(ground.holders)):
-            return
-        prefix = data_prefix(self.version, self.plan.attempt)
-        for number, shard in enumerate(ground.placement.files):
-            if self._file_done(number):
-                continue
-            turn = number % len(roster)
-            if not self.round.turn((*roster[turn:], *roster[:turn])):
-                continue
-            self._share(f"{prefix}/{shard.name}")
-            try:
-                file = put_assembled(self.owner.store, prefix, ground.layout, shard, self._sources(), self.round.step)
-            except DeltaError as exc:
-                self.round.fail(Trouble.of(exc))
-                return
-            self.round.create(f"file/{number}", _json.encode(file))
+        if all([self._part_done(part) for part, holders in enumerate(self.ground.holders) if holders]):
+            self._copy.put_files(self._pieces())
 
     def _share(self, key: str) -> None:
         """Note an object that other ranks may put too, and rely on."""
         self.put.append(key)
         self.told = len(self.put)
-
-    def _file_done(self, number: int) -> bool:
-        if number not in self.files and (raw := self.round.get(f"file/{number}")) is not None:
-            self.files[number] = _json.decode(raw, type=AnchorFile)
-        return number in self.files
 
     def _decide_full(self) -> bytes | None:
         waiting = self._waiting()
@@ -919,36 +748,17 @@ class _Publish:
             return None
         if differ := self._differ(reports):
             return _json.encode(differ)
-        ground = self.ground
-        if not all([self._file_done(number) for number in range(len(ground.placement.files))]):
+        if not self._copy.files_done():
             if self.round.lost(self.plan.roster):
                 trouble = next(t for t in self.round.troubles.values())
                 return _json.encode(_Decision(trouble=trouble))
             return None
-        table = np.zeros(len(ground.layout.names), np.uint64)
-        source = Weights(ground.layout, ground.placement, ground.terms.side_files, np.empty(0, np.uint64))
         try:
-            for part, holders in enumerate(ground.holders):
-                np.add.at(table, ground.tensor(part), self._piece_table(part) if holders else self._frozen_table(part))
-            prefix = data_prefix(self.version, self.plan.attempt)
-            files = tuple(self.files[n] for n in range(len(ground.placement.files)))
-            draft = assembled_draft(ground.writer, prefix, source, self.version, table, files, self._share)
+            anchor = self._copy.finish(self.version, self._pieces())
+            draft = assembled_draft(self.owner.store, weights_of(self.ground), anchor, self._share)
         except DeltaError as exc:
             return _json.encode(_Decision(trouble=Trouble.of(exc)))
         return self._decision(dataclasses.replace(draft, times=self._times()))
-
-    def _piece_table(self, part: int) -> U64:
-        boxes, layout = self.ground.boxes[part], self.ground.layout
-        bits = sum(int(np.prod([e - b for b, e in box], dtype=np.int64)) * BITS[layout.dtypes[t]] for t, box in boxes)
-        return read_piece(self.owner.store, self.done[part].key, bits // 8, len(boxes))
-
-    def _frozen_table(self, part: int) -> U64:
-        folder = self.owner.serving
-        assert folder is not None, "see _frozen"
-        files = [folder.file_path(n) for n in range(len(folder.checkpoint.placement.files))]
-        with mapped(files) as maps:
-            where = addresses(folder.checkpoint, maps)[self.ground.tensor(part)]
-            return backend.part_fingerprints(self.ground.partition, part, where, threads=self.owner.threads)
 
     # ------------------------------------------------------------ going on from a store
 
@@ -990,8 +800,8 @@ class _Publish:
         whole = [view(a, n) for a, n in zip(where.tolist(), layout.nbytes.tolist(), strict=True)]
         held = Held(Inventory([], [], [], []), tuple(whole), tuple(where.tolist()), ())
         for part, mine in ground.mine.items():
-            places = [_place(layout, t, box, t, full[t]) for t, box in ground.boxes[part]]
-            head_part = _Mine(part, places, mine.base)
+            places = [place_in(layout, t, box, t, full[t]) for t, box in ground.boxes[part]]
+            head_part = Mine(part, places, mine.base)
             head_part.take(held, layout, ground.tensor(part))
             head_part.copy()
             mine.encoded = mine.fingerprint = None
@@ -1020,9 +830,18 @@ class _Publish:
                 )
                 raise ConfigError(owner.broken)
         manifest = self._advance(ground, decision.manifest)
+        if done.anchor:
+            self._begin_anchor(done.anchor)
         prefix = data_prefix(self.version, self.plan.attempt)
         self._take_back([shard.key for shard in manifest.shards], [k for k in self.put if not k.startswith(prefix)])
         return manifest
+
+    def _begin_anchor(self, attempt: str) -> None:
+        owner, ground = self.owner, self.ground
+        assert ground.writer.head is not None
+        owner.anchor = AnchorTry(
+            owner.store, owner.group, owner.board, ground, ground.writer.head, attempt, self.plan.roster, owner.anchor
+        )
 
     def _put_manifest(self, raw: bytes) -> bytes:
         writer = self.ground.writer
@@ -1032,7 +851,15 @@ class _Publish:
             writer.settle()
         except DeltaError as exc:
             return _json.encode(_Done(Trouble.of(exc), isinstance(exc, Unavailable)))
-        return _json.encode(_Done())
+        return _json.encode(_Done(anchor=secrets.token_hex(8) if self._anchor_due() else ""))
+
+    def _anchor_due(self) -> bool:
+        owner = self.owner
+        if not owner.anchors or (owner.anchor is not None and not owner.anchor.over):
+            return False
+        with contextlib.suppress(DeltaError):  # then a later version asks again
+            return anchor_due(self.ground.writer.reader)
+        return False
 
     def _take_back(self, named: Sequence[str], keys: Sequence[str] | None = None) -> None:
         """Remove what this rank has put and no manifest names; what cannot be removed is swept by a later commit."""
@@ -1042,53 +869,6 @@ class _Publish:
                     self.owner.store.delete(key)
 
 
-class _Puts:
-    """Puts under way in threads. They are left alone, and not waited for, where others have done their work.
-
-    look: raises _Superseded where that is so.
-    """
-
-    def __init__(self, round_: Round, look: Callable[[], None]) -> None:
-        self.begun: list[Future[Shard | None]] = []
-        self._round, self._look, self._steps = round_, look, 0
-
-    def begin(self, work: Callable[[], Shard | None]) -> None:
-        """Begin a put; waits while too many are under way."""
-        while sum(not put.done() for put in self.begun) >= _PUTS:
-            self._wait()
-        future: Future[Shard | None] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as exc:  # handed to the thread that asks
-                future.set_exception(exc)
-
-        self.begun.append(future)
-        # A daemon: one that hangs must not keep the process from its end.
-        threading.Thread(target=run, name="deltackpt-put", daemon=True).start()
-
-    def step(self) -> None:
-        """Say, from a put, that it gets on."""
-        self._steps += 1
-
-    def _wait(self) -> None:
-        before = self._steps
-        done, _ = wait([put for put in self.begun if not put.done()], 0.1, FIRST_COMPLETED)
-        if done or self._steps != before:
-            self._round.step()
-        else:
-            self._look()
-
-    def end(self) -> Iterator[Shard]:
-        """Wait for all of them, and yield what they return."""
-        while not all(put.done() for put in self.begun):
-            self._wait()
-        for put in self.begun:
-            if (shard := put.result()) is not None:
-                yield shard
-
-
 def _terms(
     writer: Writer,
     layout: Layout,
@@ -1096,10 +876,10 @@ def _terms(
     partition: Partition,
     side_files: tuple[SideFile, ...],
     parts: Sequence[Part],
-) -> _Terms:
+) -> Terms:
     sets = sorted({tuple(sorted(part.holders)) for part in parts if part.holders})
     index = {ranks: i for i, ranks in enumerate(sets)}
-    return _Terms(
+    return Terms(
         Grant(writer.lineage, writer.epoch, writer.run_id),
         writer.put_object("layouts", layout.encoded),
         writer.put_object("placements", encode(placement)),

@@ -7,7 +7,7 @@ every version and compares it with what the trainer has at that step.
 
 Fails if a byte of a version is wrong, a process ends by an error that says nothing of a fault, a call takes longer
 than its bound (a lease for itself, one for each fault near it, the time it was stopped, and --slack), or something is
-left in the store that no version names, but for the board of the last group.
+left in the store that no version names, but for the board of the last group and tries at anchors.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from deltackpt import (
     StoreBoard,
     TensorTarget,
     Unavailable,
+    anchor,
     open_store,
 )
 from deltackpt.reader import Reader
@@ -137,6 +138,7 @@ class Where:
 def rank(where: Where, group: int, number: int, size: int, first: int, last: int, resume: bool) -> None:
     """Publish steps, each again until it is there; a part of the model is on rank n and on n + size / 2."""
     board = StoreBoard(open_store(where.store), f"group-{group}")
+    anchor.ANCHOR_SHARE = 0.0  # one is always due
     publisher = Publisher(
         where.store, group=Group(number, size, board, where.lease_s), run_id="soak", threads=1, resume=resume
     )
@@ -402,6 +404,7 @@ class Soak:
         if report.problems:
             raise SystemExit(f"verify --deep: {report.problems[0]}")
         self.require_clean()
+        self.done["anchors made by ranks"] = sum(1 for _ in open_store(self.where.store).keys("anchors/"))
         longest = {"publish": 0.0, "joint": 0.0}
         errors: Counter[str] = Counter()
         for path in sorted(self.where.folder.glob("*.log")):
@@ -415,7 +418,7 @@ class Soak:
                     raise SystemExit(f"{path.stem}: a call took {took:.1f} s, its bound was {bound:.1f} s: {line}")
         print(f"{head + 1} versions, every byte of each as the trainer had it; {dict(sorted(self.done.items()))}")
         print(f"calls: {dict(sorted(errors.items()))}; longest { ({k: round(v, 1) for k, v in longest.items()}) } s")
-        print("nothing is left in the store but what versions name, and the board of the last group")
+        print("nothing is left in the store but what versions name, tries at anchors, and the board of the last group")
 
     def bound(self, who: str, begin: float, end: float) -> float:
         """Seconds that a call may take: a lease, one more for each fault near it, and the time it was stopped."""
@@ -433,6 +436,7 @@ class Soak:
         prefixes = {e.manifest.anchor.key.rpartition("/")[0] for e in reader.history.values() if e.manifest.anchor}
         prefixes |= {f"{folder}" for v in reader.anchors() if (folder := reader.anchor(v).anchor.folder)}
         left = [k for k in store.keys("data/") if k not in named and k.rpartition("/")[0] not in prefixes]
+        left = [k for k in left if "-anchor-" not in k]  # of a try that was killed; a pruner removes it after a day
         left += list(store.keys("followers/"))
         left += [k for k in store.keys("board/") if not k.startswith(f"board/group-{self.groups - 1}/")]
         left += [str(path) for path in (self.where.folder / "store" / ".tmp").glob("*")]

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ def _stream(weights: Arrays, names: list[str]) -> Iterator[tuple[str, Any]]:
 
 def fault(stage: str, step: int, action: str) -> None:
     """Make this rank end (KILL, STOP) or fail (RAISE) at a stage of a step: the first time that it comes there."""
-    from deltackpt import backend, collective
+    from deltackpt import backend, collective, copies
     from deltackpt.board import Round
     from deltackpt.errors import StoreError
     from deltackpt.local import LocalStore
@@ -151,7 +152,19 @@ def fault(stage: str, step: int, action: str) -> None:
     elif stage == "claimed":
         after(Round, "create", lambda _, name, __: name.startswith("part/"))
     elif stage == "file":
-        before(collective, "put_assembled")
+        before(copies, "put_assembled")
+    elif stage == "anchor-piece":
+        before(LocalStore, "put", lambda _, key, *__: "/piece-" in key and "-anchor-" in key)
+    elif stage == "anchor-told":
+        after(
+            Round, "create", lambda _, name, __: name.startswith("part/") and current_thread().name.endswith("anchor")
+        )
+    elif stage == "verdict":
+        before(Round, "create", lambda _, name, __: name == "verdict")
+    elif stage == "record":
+        before(LocalStore, "put", lambda _, key, *__: key.startswith("anchors/"))
+    elif stage == "recorded":
+        after(LocalStore, "put", lambda _, key, *__: key.startswith("anchors/"))
     elif stage == "decided":
         after(Round, "create", lambda _, name, __: name == "decision")
     elif stage == "commit":
@@ -166,6 +179,7 @@ def fault(stage: str, step: int, action: str) -> None:
 
 
 def _rank(order: dict[str, Any], rank: int, port: int, output: Path) -> None:
+    from deltackpt import anchor
     from deltackpt.board import Group, StoreBoard
     from deltackpt.errors import DeltaError
     from deltackpt.publish import Publisher
@@ -179,6 +193,8 @@ def _rank(order: dict[str, Any], rank: int, port: int, output: Path) -> None:
     else:
         group = Group.tcp("127.0.0.1", port, rank=rank, size=size, lease_s=lease_s)
     publisher = Publisher(order["store"], group=group, run_id="run", threads=1, **order["options"])
+    if order["options"]["anchors"]:
+        anchor.ANCHOR_SHARE = 0.0  # due after every version
     with output.open("a") as file:
         for step in order["steps"]:
             weights = state(step)
@@ -193,6 +209,9 @@ def _rank(order: dict[str, Any], rank: int, port: int, output: Path) -> None:
                 found = ["error", type(exc).__name__, str(exc)]
             said = [*found, round(time.monotonic() - began, 3)]
             print(json.dumps(said), file=file, flush=True)
+            if order["rest"]:
+                publisher.close()  # waits for an anchor; a publisher goes on after that
+        publisher.close()
 
 
 def _serve(write: int) -> None:
@@ -322,12 +341,14 @@ class Ranks:
         without: str = "",
         named: int = 0,
         together: bool = False,
+        rest: bool = False,
+        anchors: bool = False,
         **options: Any,
     ) -> Outcome:
         """Let ranks publish steps to `folder/store`. faults: of a rank the stage, the step and what happens there.
 
         wrong: a rank with other bytes than its replica; without: a tensor that no rank has; named: number of the step;
-        together: whether the death of one is that of all.
+        together: whether the death of one is that of all; rest: whether to wait for anchors after each version.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -337,7 +358,7 @@ class Ranks:
             "folder": str(run), "store": str(store or folder / "store"), "kind": kind, "steps": steps, "size": size,
             "lease_s": lease_s, "faults": {str(r): f for r, f in (faults or {}).items()}, "board": board,
             "session": run.name, "wrong": wrong, "without": without, "named": named, "together": together,
-            "options": options,
+            "rest": rest, "options": options | {"anchors": anchors},
         }  # fmt: skip
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import ranks
 import torch
 from helpers import data_files, manifest_of, visible
 
+from deltackpt.anchor import make_anchor
+from deltackpt.board import Group, StoreBoard
+from deltackpt.codec import Bytes
 from deltackpt.follow import Follower
+from deltackpt.manifest import Anchor
+from deltackpt.prune import LITTER_S, prune_store, store_now
 from deltackpt.publish import Publisher
-from deltackpt.store import open_store
+from deltackpt.store import LocalStore, open_store
 from deltackpt.tensors import TensorTarget
 from deltackpt.verify import verify_store
 
@@ -51,7 +59,14 @@ def exact(store: Path, steps: dict[int, int]) -> None:
     folders = {key.rpartition("/")[0] for key in named} | {
         a.key.rpartition("/")[0] for v in visible(store) if (a := manifest_of(store, v).anchor)
     }
+    folders |= {anchor.folder for anchor in anchors(store).values() if anchor.folder}
     assert {f.rpartition("/")[0] for f in data_files(store)} <= folders
+
+
+def anchors(store: Path) -> dict[int, Anchor]:
+    """Return the records of anchors beside deltas."""
+    found = sorted((store / "anchors").glob("*.json"))
+    return {int(path.stem): msgspec.json.decode(path.read_bytes(), type=Anchor) for path in found}
 
 
 # ---------------------------------------------------------------- however the weights are cut
@@ -212,6 +227,96 @@ def test_a_version_that_is_killed_with_its_group_at_any_stage_is_swept_by_the_ne
         assert outcome.codes == [-9] * 4, outcome.logs
     outcome = warm.run(tmp_path, "rows", [10, 11], size=3)
     assert [line[0] for line in outcome.said[0]] == ["version", "version"]
+    clean(tmp_path / "store")
+
+
+# ---------------------------------------------------------------- anchors
+
+
+def prune_later(store: Path) -> None:
+    """Prune what is left of anchors: anybody may be at work on one, until nothing was added to it for a day."""
+    prune_store(open_store(str(store)), keep_every=1, dry_run=False, clock=lambda of: store_now(of) + 2 * LITTER_S)
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "columns", "stages"])
+def test_ranks_make_the_anchors_that_one_process_would(warm: ranks.Ranks, tmp_path: Path, kind: str) -> None:
+    outcome = warm.run(tmp_path, kind, [0, 1, 2], anchors=True, rest=True)
+    assert outcome.codes == [0, 0, 0, 0], outcome.logs
+    with Publisher(str(tmp_path / "single"), run_id="run", threads=1, anchors=False) as publisher:
+        for step in (0, 1, 2):
+            publisher.publish(ranks.state(step), step=step)
+    found = anchors(tmp_path / "store")
+    assert sorted(found) == [1, 2]
+    for version, made in found.items():
+        alone = make_anchor(str(tmp_path / "single"), version)
+        assert (made.files, made.fingerprints, made.state) == (alone.files, alone.fingerprints, alone.state)
+        for file in made.files:
+            left, right = (tmp_path / s / f.folder / file.name for s, f in (("store", made), ("single", alone)))
+            assert left.read_bytes() == right.read_bytes()
+    clean(tmp_path / "store")
+
+
+def test_an_anchor_of_ranks_has_the_tensors_that_none_of_them_holds(warm: ranks.Ranks, tmp_path: Path) -> None:
+    warm.run(tmp_path, "rows", [0])
+    outcome = warm.run(tmp_path, "rows", [1], without="experts.1", frozen="carry", anchors=True, rest=True)
+    assert outcome.codes == [0, 0, 0, 0], outcome.logs
+    assert sorted(anchors(tmp_path / "store")) == [2]
+    for path in tmp_path.glob("store/data/*0-*"):
+        shutil.rmtree(path)  # what is left is the anchor
+    equal(followed(tmp_path / "store", 2), ranks.state(1) | {"experts.1": ranks.state(0)["experts.1"]})
+
+
+def test_an_anchor_whose_maker_dies_is_dropped_and_made_of_a_later_version(warm: ranks.Ranks, tmp_path: Path) -> None:
+    faults = {3: ("anchor-piece", 1, "KILL"), 0: ("record", 2, "KILL")}
+    outcome = warm.run(tmp_path, "hsdp", [0, 1, 2, 3], lease_s=2.0, faults=faults, anchors=True, rest=True)
+    assert outcome.codes == [-9, 0, 0, -9], outcome.logs
+    assert outcome.versions(1) == outcome.versions(2) == [0, 1, 2, 3]
+    assert "version 1 is committed, but an anchor that is due was not made: rank 3: it made no" in outcome.logs[1]
+    # That of version 2 was put by the next rank.
+    assert sorted(anchors(tmp_path / "store")) == [2, 3]
+    clean(tmp_path / "store")
+
+
+def test_anchors_that_were_killed_with_their_group_are_whole_or_pruned(warm: ranks.Ranks, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    warm.run(tmp_path, "hsdp", [0])
+    stages = [("anchor-piece", 1), ("anchor-told", 2), ("file", 0), ("recorded", 0)]
+    for step, (stage, rank) in enumerate(stages):
+        faults = {rank: (stage, step + 1, "KILL")}
+        outcome = warm.run(tmp_path, "hsdp", [step + 1], faults=faults, anchors=True, rest=True, together=True)
+        assert outcome.codes[rank] == -9, outcome.logs
+    outcome = warm.run(tmp_path, "rows", [5], size=3, anchors=True, rest=True)
+    assert outcome.codes == [0, 0, 0], outcome.logs
+    assert {visible(store)[-3], visible(store)[-1]} <= set(anchors(store))
+    prune_later(store)
+    clean(store)
+
+
+def test_no_anchor_is_made_of_a_base_that_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The put of a piece hangs for longer than the lease; meanwhile the next version is published."""
+    monkeypatch.setattr("deltackpt.anchor.ANCHOR_SHARE", 0.0)
+    hanging, released = threading.Event(), threading.Event()
+
+    class Hanging(LocalStore):
+        def put(self, key: str, parts: Sequence[Bytes], *, if_absent: bool = True) -> None:
+            if "/piece-" in key and f"{1:020d}-anchor-" in key:
+                hanging.set()
+                assert released.wait(60)
+            super().put(key, parts, if_absent=if_absent)
+
+    store = Hanging(str(tmp_path / "store"))
+    group = Group(0, 1, StoreBoard(store, "one"), lease_s=0.3)
+    with Publisher(store, group=group, run_id="run", threads=1) as publisher:
+        for step in (0, 1):
+            publisher.publish(ranks.state(step), step=step)
+        assert hanging.wait(60)
+        publisher.publish(ranks.state(2), step=2)
+        released.set()
+    assert "an anchor that is due was not made: rank 0: putting a piece stood still for 0.3 s" in caplog.text
+    assert 1 not in anchors(tmp_path / "store")
+    prune_later(tmp_path / "store")
     clean(tmp_path / "store")
 
 
