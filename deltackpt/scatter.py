@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
+_ADDRESSES = frozenset({"int64", "uint64"})
+"""Dtypes, as torch names them, in which an engine may keep addresses."""
 _NAMED = 12
 """Tensors that a refusal lists; the rest is counted."""
 
@@ -75,7 +77,7 @@ def make_plan(
         if refreshes:
             _prove_refreshes(Live(module, state=state), refreshes)
     finally:
-        _put_back(Live(module, state=state), before, saved)
+        _put_back(Live(module, state=state), before, saved, layout)
     return _Decoding(planes, before, saved, seen, tuple(sorted(refreshes))).plan(setting, tuple(state), threads)
 
 
@@ -111,14 +113,27 @@ def _pack(region: Region, *, check: bool) -> tuple[str, bytes]:
     return region.name, zlib.compress(memoryview(region.memory), 0 if check else 1)
 
 
-def _put_back(live: Live, before: Live, saved: Mapping[str, U8]) -> None:
+def _put_back(live: Live, before: Live, saved: Mapping[str, U8], layout: Layout) -> None:
     if live.signature != before.signature:
         raise Poisoned(
             f"planning left other tensors in the module than it found ({_difference(before, live)}); "
             "load it again by the engine's own loader"
         )
+    weights = {str(torch_dtype(dtype)).removeprefix("torch.") for dtype in layout.dtypes}
+    left = []
     for region in live.regions:
-        region.memory[:] = saved[region.name]
+        # An engine may keep the address of memory that torch does not know, as of weights that a library has packed.
+        # Another one's address, written there, would be followed.
+        address = all(v.dtype in _ADDRESSES - weights for v in region.views)
+        if address and not np.array_equal(region.memory, saved[region.name]):
+            left.append(region.name)
+        else:
+            region.memory[:] = saved[region.name]
+    if left:
+        raise Poisoned(
+            f"planning changed {left[0]}, 64-bit integers as no tensor of the checkpoint has, and left them: they may "
+            "be an address of weights that cannot be reached; load the weights again by the engine's own loader"
+        )
 
 
 def _difference(before: Live, after: Live) -> str:

@@ -542,6 +542,34 @@ def test_loader_that_leaves_other_tensors_is_refused() -> None:
         planned(engine)
 
 
+class Packing(Engine):
+    """A linear layer whose weights a library has packed: torch knows the number under which it keeps them, no more."""
+
+    checkpoint: ClassVar = {"w": ((4, 8), BF16), "b": ((4,), BF16)}
+    library: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__(b=torch.zeros(4, dtype=BF16))
+        self.handle = torch.zeros((), dtype=torch.int64)
+
+    def put(self, name: str, weight: Any) -> None:
+        if name == "b":
+            self.b.copy_(weight)
+            return
+        number = int(self.handle) + 64
+        self.library.pop(int(self.handle), None)
+        self.library[number] = weight.clone()
+        self.handle = torch.tensor(number)
+
+
+def test_number_of_packed_weights_is_not_put_back_and_the_weights_have_to_be_loaded_again() -> None:
+    engine = Packing()
+    engine.load(engine.version(1).items())
+    refused(Poisoned, "planning changed handle, 64-bit integers as no tensor of the checkpoint has", planned, engine)
+    assert int(engine.handle) in engine.library
+    assert torch.equal(engine.b, engine.version(1)["b"])
+
+
 def test_loader_that_fails_leaves_the_module_as_it_was() -> None:
     engine = Odd(torch.zeros(4, 8, dtype=BF16), lambda x, w: 1 / 0)
     engine.load([("w", engine.version(1)["w"])])
