@@ -48,18 +48,29 @@ def _dtype_of(dtype: object) -> str | None:
 class Roster:
     """What a mapping of contiguous tensors on a GPU looked like: those that look alike need no second description.
 
-    names: in the mapping's order; types, looks: of each tensor; ordered: puts those of a list into the layout's order.
+    names: in the mapping's order; types, dtypes, shapes: of each tensor; ordered: puts a list into the layout's order.
     """
 
     layout: Layout
     names: list[str]
     types: list[type]
-    looks: list[tuple[object, ...]]
+    dtypes: list[object]
+    shapes: list[torch.Size]
     ordered: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
     on: str
 
+    @classmethod
+    def of(cls, params: Mapping[str, torch.Tensor], layout: Layout, on: str) -> Roster:
+        """Note what tensors look like."""
+        import torch
 
-_looks = operator.attrgetter("dtype", "shape", "is_cuda")
+        tensors, place = list(params.values()), {name: i for i, name in enumerate(params)}
+        dtypes, shapes = list(map(_DTYPE, tensors)), list(map(torch.Tensor.size, tensors))
+        ordered = _picker([place[n] for n in layout.names])
+        return cls(layout, list(params), list(map(type, tensors)), dtypes, shapes, ordered, on)
+
+
+_DTYPE, _IS_CUDA = operator.attrgetter("dtype"), operator.attrgetter("is_cuda")
 
 
 @dataclass(frozen=True)
@@ -116,9 +127,7 @@ def collect(params: Params, known: Layout | None = None, roster: Roster | None =
         and "C64" not in dtypes
         and all(f[3] is params[n] for n, f in found.items())
     ):
-        tensors, place = list(params.values()), {name: i for i, name in enumerate(found)}
-        ordered = _picker([place[n] for n in layout.names])
-        made = Roster(layout, list(found), list(map(type, tensors)), list(map(_looks, tensors)), ordered, on)
+        made = Roster.of(cast("Mapping[str, torch.Tensor]", params), layout, on)
     return Live(layout, kept, on, made)
 
 
@@ -126,11 +135,16 @@ def _recognise(params: Mapping[str, Array], roster: Roster) -> Live | None:
     """Return the tensors if they look like those of the roster."""
     import torch
 
-    # Map over methods in C: of 25,000 tensors, a line of Python for each takes longer than their changes.
+    # Map over methods in C, one after the other: of 25,000 tensors, a line of Python for each takes longer than their
+    # changes, and so does the garbage collector with a tuple for each.
     tensors = cast("list[torch.Tensor]", list(params.values()))
     if list(params) != roster.names or list(map(type, tensors)) != roster.types:
         return None
-    if list(map(_looks, tensors)) != roster.looks or not all(map(torch.Tensor.is_contiguous, tensors)):
+    if list(map(_DTYPE, tensors)) != roster.dtypes:
+        return None
+    if not all(map(operator.eq, map(torch.Tensor.size, tensors), roster.shapes)):
+        return None
+    if not all(map(_IS_CUDA, tensors)) or not all(map(torch.Tensor.is_contiguous, tensors)):
         return None
     if set(map(torch.Tensor.get_device, tensors)) != {torch.device(roster.on).index}:
         return None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from engines import PATIENCE_S, PLUGIN, PROMPTS, Wrong, ask, compare, complete, prepare, served
+from engines import PATIENCE_S, PLUGIN, PROMPTS, Wrong, ask, compare, complete, extend, prepare, served
 
 WAYS = ("refused", "lost", "killed before", "killed after", "stopped")
 STALE = {
@@ -168,12 +168,12 @@ def faults(root: Path, route: str) -> dict[str, Any]:
     for version in range(3):
         publish_folder(str(root / f"v{version}"), str(work / "store"), run_id="r", step=version)
     flag = work / "fail"
-    _inject(work / "injected", str(flag))
+    injected = extend(work / "injected", "injected", INJECTED.format(flag=flag))
     fresh = [json.loads((root / f"fresh-{v}.json").read_text())["answers"][0] for v in range(3)]
     known = {json.dumps([tokens[:1], chances[:1]]) for tokens, chances in fresh}
     counted: Counter[str] = Counter()
     options = PLUGIN if route == "plugin" else []
-    with served(root, work / "server.log", *options, path=str(work / "injected")) as (port, _):
+    with served(root, work / "server.log", *options, path=injected) as (port, _):
         proxy, asking = Proxy(port), Asking(port, known)
         code, said = drive(proxy, work, root, 1)
         if code:
@@ -223,15 +223,6 @@ def refused(root: Path, name: str) -> str:
     if code <= 0 or text not in said or [r for r in proxy.seen if r.startswith("POST")]:
         raise Wrong(f"{name}: the driver ended with {code} after {proxy.seen}: {said}")
     return said
-
-
-def _inject(folder: Path, flag: str) -> None:
-    """Write a plug-in for vLLM that lets an apply fail when the file `flag` is there."""
-    info = folder / "injected-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: injected\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ninjected = injected:register\n")
-    (folder / "injected.py").write_text(INJECTED.format(flag=flag))
 
 
 @click.command()

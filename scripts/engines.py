@@ -37,6 +37,13 @@ ENV = {
     # Other work runs on these cores too.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+UNPACKED = """
+def register():
+    import vllm._custom_ops
+    vllm._custom_ops._supports_onednn = False
+"""
+"""Where a CPU has instructions for bf16, vLLM packs linear layers by oneDNN, which lets nobody at them: all is loaded
+whole there, and nothing in place. Neither the server nor the fresh loads pack them here."""
 PLUGIN = ["--weight-transfer-config", '{"backend": "deltackpt"}']
 
 
@@ -120,7 +127,7 @@ def prepare(kind: str, root: Path, versions: int, ranks: int = 1) -> None:
         change(root / f"v{version - 1}", root / f"v{version}", version)
     command = [str(Path(__file__).parent / "engines.py"), "--fresh", str(root), "--versions", str(versions)]
     command += ["--ranks", str(ranks)]
-    with running(root / "fresh.log", *command) as process:
+    with running(root / "fresh.log", *command, path=extend(root / "unpacked", "unpacked", UNPACKED)) as process:
         if process.wait(3600):
             raise Wrong(f"fresh loads failed; see {root}/fresh.log")
 
@@ -153,6 +160,16 @@ def complete(port: int, prompt: list[int], tokens: int) -> list[Any]:
     return [[int(t.removeprefix("token_id:")) for t in found["tokens"]], found["token_logprobs"]]
 
 
+def extend(folder: Path, name: str, code: str) -> str:
+    """Write a plug-in for vLLM, of which every process calls `register`; returns what PYTHONPATH needs for it."""
+    info = folder / f"{name}-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+    (folder / f"{name}.py").write_text(code)
+    return str(folder)
+
+
 @contextlib.contextmanager
 def running(log: Path, *command: str, path: str = "") -> Iterator[subprocess.Popen[bytes]]:
     """Run a command in a process group of its own, which is ended with it."""
@@ -182,7 +199,7 @@ def served(root: Path, log: Path, *options: str, path: str = "") -> Iterator[tup
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256",
         "--max-num-seqs", "4", "--enforce-eager", *options,
     ]  # fmt: skip
-    with running(log, *command, path=path) as server:
+    with running(log, *command, path=os.pathsep.join(filter(None, [path, str(root / "unpacked")]))) as server:
         until("starting the server", lambda: ask(port, "GET", "/weight_info"), server)
         yield port, server
 

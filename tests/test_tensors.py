@@ -577,12 +577,11 @@ def test_tensor_that_was_given_other_memory_since_it_was_staged_is_named_and_not
 
 def test_tensors_that_look_as_before_are_recognised_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"b": torch.zeros(4, 3), "a": torch.zeros(5, dtype=torch.int8)}
-    found = list(given.values())
     layout = collect(given).layout
-    roster = tensors.Roster(
-        layout, ["b", "a"], [torch.Tensor] * 2, list(map(tensors._looks, found)), tensors._picker([1, 0]), "cuda:0"
-    )
+    roster = tensors.Roster.of(given, layout, "cuda:0")
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    assert tensors._recognise(given, roster) is None  # in host memory
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     live = tensors._recognise(given, roster)
     assert live is not None
     assert live.layout is layout
