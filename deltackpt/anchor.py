@@ -49,6 +49,8 @@ ANCHOR_SHARE = 0.5
 """An anchor is due when the deltas since the last one exceed this share of the weights."""
 _PIECE = 16 << 20
 """Bytes read at a time from the pieces of a full copy."""
+_AHEAD, _LEAST = 64 << 20, 256 << 10
+"""Bytes of all pieces that are held to be used next, and of one piece at least."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +151,13 @@ def _reference_files(folder: Folder) -> tuple[AnchorFile, ...]:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the bytes of a box of a tensor lie, row-major: from `offset` on in an object."""
+    """Where the bytes of a box of a tensor lie, row-major: from `offset` on in an object, whose weights go to `end`."""
 
     store: Store
     key: str
     offset: int
     box: Box
+    end: int
 
 
 class _Stepping(list[Bytes]):
@@ -213,6 +216,7 @@ class _Assembled(Sequence[Bytes]):
 
     def __iter__(self) -> Iterator[Bytes]:
         self.hasher = xxhash.xxh3_128()
+        self._ahead = _Ahead(len({source.key for t in self._shard.tensors for source in self._sources.get(t, ())}))
         self.hasher.update(self.header)
         yield self.header
         for t in self._shard.tensors:
@@ -228,7 +232,7 @@ class _Assembled(Sequence[Bytes]):
         if all(s.box[1:] == tuple((0, n) for n in shape[1:]) for s in sources):
             for source in sources:
                 cells = math.prod(end - begin for begin, end in source.box)
-                yield from _read(source, 0, cells * bits // 8)
+                yield from self._ahead.read(source, 0, cells * bits // 8)
             return
         # Of the last dimension, bytes.
         whole = [*shape[:-1], shape[-1] * bits // 8]
@@ -243,17 +247,32 @@ class _Assembled(Sequence[Bytes]):
                 if low < high:
                     inner = [e - b for b, e in box[1:]]
                     first, size = (low - box[0][0]) * math.prod(inner), (high - low) * math.prod(inner)
-                    found = np.concatenate([np.frombuffer(p, np.uint8) for p in _read(source, first, size)])
+                    found = np.concatenate([np.frombuffer(p, np.uint8) for p in self._ahead.read(source, first, size)])
                     place = (slice(low - begin, high - begin), *(slice(b, e) for b, e in box[1:]))
                     out[place] = found.reshape(high - low, *inner)
             yield memoryview(out).cast("B")
 
 
-def _read(source: Source, first: int, nbytes: int) -> Iterator[Bytes]:
-    for begin in range(0, nbytes, _PIECE):
-        part = memoryview(np.empty(min(_PIECE, nbytes - begin), np.uint8)).cast("B")
-        source.store.read_into(source.key, part, offset=source.offset + first + begin)
-        yield part
+class _Ahead:
+    """Reads of several objects, some of each ahead: what is small lies side by side there, and a request is dear."""
+
+    def __init__(self, objects: int) -> None:
+        self._nbytes = max(_LEAST, min(_PIECE, _AHEAD // max(1, objects)))
+        self._held: dict[str, tuple[int, memoryview]] = {}
+
+    def read(self, source: Source, first: int, nbytes: int) -> Iterator[Bytes]:
+        """Yield bytes of a box, which stay what they are."""
+        at, end = source.offset + first, source.offset + first + nbytes
+        while at < end:
+            begin, held = self._held.get(source.key, (0, memoryview(b"")))
+            if not begin <= at < begin + len(held):
+                begin, size = at, min(self._nbytes, source.end - at)
+                held = memoryview(np.empty(size, np.uint8)).cast("B")
+                source.store.read_into(source.key, held, offset=at)
+                self._held[source.key] = begin, held
+            part = held[at - begin : end - begin]
+            at += len(part)
+            yield part
 
 
 def put_assembled(

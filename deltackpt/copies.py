@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -29,6 +30,7 @@ from deltackpt.errors import ConfigError, DeltaError, Unavailable
 from deltackpt.ground import Ground
 from deltackpt.layout import BITS
 from deltackpt.manifest import Anchor, AnchorFile, Shard, anchor_key, data_prefix, encode
+from deltackpt.partition import Box
 from deltackpt.reader import Reader
 from deltackpt.store import LocalStore, Store
 from deltackpt.writer import put_once
@@ -145,6 +147,7 @@ class Copy:
     threads: int | None
     _files: dict[int, AnchorFile] = field(default_factory=dict)
     _found: Frozen | None = None
+    _where: dict[int, list[Source]] | None = None
 
     def put_piece(self, part: int, key: str, step: Callable[[], None], look: Callable[[], None]) -> int:
         """Put all bytes of a part that this rank holds; returns what they add to the fingerprint of the state."""
@@ -205,25 +208,32 @@ class Copy:
 
     def _sources(self, pieces: Mapping[int, str]) -> dict[int, list[Source]]:
         """Return where the boxes of every tensor lie."""
+        if self._where is not None:
+            return self._where
         ground, found = self.ground, dict[int, list[Source]]()
         for part, boxes in enumerate(ground.boxes):
-            offset = 0
+            offset, end = 0, self._nbytes(part)
             for t, box in boxes:
                 if part in pieces:
-                    source = Source(self.store, pieces[part], offset, box)
-                    cells = int(np.prod([end - begin for begin, end in box], dtype=np.int64))
-                    offset += cells * BITS[ground.layout.dtypes[t]] // 8
+                    source = Source(self.store, pieces[part], offset, box, end)
+                    offset += self._box_nbytes(t, box)
                 else:
                     frozen, checkpoint = self._frozen(), self._frozen().checkpoint
-                    key = frozen.keys[int(checkpoint.file[t])]
-                    source = Source(frozen.store, key, int(checkpoint.offset[t]), box)
+                    file = int(checkpoint.file[t])
+                    where = frozen.keys[file], int(checkpoint.offset[t])
+                    source = Source(frozen.store, *where, box, checkpoint.nbytes[file])
                 found.setdefault(t, []).append(source)
+        self._where = found
         return found
 
+    def _box_nbytes(self, t: int, box: Box) -> int:
+        return math.prod(end - begin for begin, end in box) * BITS[self.ground.layout.dtypes[t]] // 8
+
+    def _nbytes(self, part: int) -> int:
+        return sum(self._box_nbytes(t, box) for t, box in self.ground.boxes[part])
+
     def _piece_table(self, part: int, key: str) -> U64:
-        boxes, layout = self.ground.boxes[part], self.ground.layout
-        bits = sum(int(np.prod([e - b for b, e in box], dtype=np.int64)) * BITS[layout.dtypes[t]] for t, box in boxes)
-        return read_piece(self.store, key, bits // 8, len(boxes))
+        return read_piece(self.store, key, self._nbytes(part), len(self.ground.boxes[part]))
 
 
 def weights_of(ground: Ground) -> Weights:

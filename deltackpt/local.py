@@ -234,14 +234,28 @@ class LocalStore:
 
 _IOV = 1024
 """Parts of one write; Linux takes no more."""
+_BATCH = 16 << 20
+"""Bytes of parts that are asked for before they are written."""
 
 
 def _write_parts(fd: int, parts: Iterable[Bytes]) -> None:
-    """Write all bytes of the parts, none of them copied: a shard has hundreds of small ones."""
-    waiting = [memoryview(part).cast("B") for part in parts if len(part)]
+    """Write all bytes of the parts, none of them copied, as they come: a full copy may not fit into memory."""
+    waiting: list[memoryview] = []
+    nbytes = 0
+    for part in parts:
+        if len(part):
+            waiting.append(memoryview(part).cast("B"))
+            nbytes += len(waiting[-1])
+        if nbytes >= _BATCH or len(waiting) == _IOV:
+            _write_batch(fd, waiting)
+            waiting, nbytes = [], 0
+    _write_batch(fd, waiting)
+
+
+def _write_batch(fd: int, waiting: list[memoryview]) -> None:
     at = 0
     while at < len(waiting):
-        done = os.writev(fd, waiting[at : at + _IOV])
+        done = os.writev(fd, waiting[at:])
         while done:
             taken = min(done, len(waiting[at]))
             waiting[at] = waiting[at][taken:]

@@ -754,3 +754,24 @@ def test_url_that_is_not_understood_is_a_config_error(url: str, message: str) ->
 
 def test_local_host_may_be_named() -> None:
     assert open_store("file://localhost/tmp/x").url == "/tmp/x"
+
+
+class Made(list[bytes]):
+    """Forty parts of a MiB; notes how much is in the temporary file as each is asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__([bytes([number]) * (1 << 20) for number in range(40)])
+        self.root, self.written = root, list[int]()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in super().__iter__():
+            self.written.append(sum(path.stat().st_size for path in (self.root / ".tmp").iterdir()))
+            yield part
+
+
+def test_parts_are_written_as_they_come(tmp_path: Path) -> None:
+    """A file of a full copy, which is read from elsewhere part by part, was in memory as a whole."""
+    parts = Made(tmp_path)
+    LocalStore(tmp_path).put("data/x", parts)
+    assert (tmp_path / "data/x").read_bytes() == b"".join(parts)
+    assert parts.written[:40:16] == [0, 16 << 20, 32 << 20]
