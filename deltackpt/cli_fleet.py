@@ -168,6 +168,7 @@ def watch(
     from deltackpt.engine import Engine
     from deltackpt.folder import OWN
     from deltackpt.lease import require_name
+    from deltackpt.sidecar import Sidecar
 
     if hold and control is None:
         raise click.UsageError("--hold needs --control: nothing could give an order otherwise.")
@@ -179,9 +180,9 @@ def watch(
     if engine is None and draft is not None:
         raise click.UsageError("--draft needs --engine.")
     say = _text_log if log_format == "text" else _json_log
-    driven = None if engine is None else Engine(
-        engine, os.path.join(os.path.abspath(dest), OWN, "engine"), store=_open(store).url, kv=kv, draft=draft
-    )  # fmt: skip
+    source = _cached(_open_source(store), cache, cache_size)
+    own = os.path.join(os.path.abspath(dest), OWN, "engine")
+    driven = None if engine is None else Engine(engine, Sidecar(source, own), kv=kv, draft=draft)
     with contextlib.ExitStack() as stack:
         if log_format == "json":
             stack.enter_context(_only_json(output))
@@ -189,7 +190,7 @@ def watch(
         if wake is not None:
             stack.enter_context(module.fifo(wake, pace))
         watcher = module.Watcher(
-            _cached(_open_source(store), cache, cache_size), dest, channel=channel, mode=mode, poll_s=poll_s,
+            source, dest, channel=channel, mode=mode, poll_s=poll_s,
             give_up_s=give_up_s, hold=hold, reseed=reseed, command=command, engine=driven,
             lease_store=None if no_lease else _open(lease_url or store), lease_name=lease_id, heartbeat=heartbeat,
             lock=lock, anchor_source=anchor_source, threads=threads, pace=pace, say=say,

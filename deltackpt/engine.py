@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -22,7 +22,7 @@ from urllib.parse import urlencode, urlsplit
 import msgspec
 
 from deltackpt.checkpoint import open_folder
-from deltackpt.errors import ConfigError, DeltaError
+from deltackpt.errors import ChainError, ConfigError, DeltaError
 from deltackpt.manifest import decode
 from deltackpt.store import store_error
 
@@ -97,6 +97,21 @@ class Driver(Protocol):
         """Let it go on."""
 
 
+class Handover(Protocol):
+    """What is handed over to the plug-in, as files in a folder of this host; see `sidecar`."""
+
+    folder: str
+
+    def layout(self, version: int) -> str:
+        """Return the path of a version's layout."""
+
+    def changes(self, version: int, states: Set[int]) -> str:
+        """Return the path of what changes; ChainError, saying why, where weights have to be loaded whole."""
+
+    def sweep(self) -> None:
+        """Remove what was handed over."""
+
+
 class _Owed(msgspec.Struct, frozen=True):
     """An engine that was asked to pause, and not resumed yet. resume: whether it sampled before."""
 
@@ -108,24 +123,23 @@ class _Owed(msgspec.Struct, frozen=True):
 class Engine:
     """The engine at `url` that loads from a folder in switch mode; vllm+http://HOST:PORT or sglang+http://HOST:PORT.
 
-    folder: of this host, for what is owed to the engine, and for the plug-in. store: URL for the plug-in. kv: `reset`
-    computes what running requests have cached again, with the new weights; `keep` lets them go on with what the old
-    weights made. draft: what becomes of a draft model for speculative decoding.
+    sidecar: hands versions over to the plug-in; its folder also has what is owed to the engine. kv: `reset` computes
+    what running requests have cached again, with the new weights; `keep` lets them go on with what the old weights
+    made. draft: what becomes of a draft model for speculative decoding.
     """
 
     def __init__(
         self,
         url: str,
-        folder: str,
+        sidecar: Handover,
         *,
-        store: str,
         kv: Kv,
         draft: Draft | None,
         sleep: Callable[[float], object] = time.sleep,
         driver: Driver | None = None,
     ) -> None:
-        self.url, self._note = url, os.path.join(folder, "owed.json")
-        self._driver = driver or _driver_for(url, kv, draft, Plugin(store, folder), sleep)
+        self.url, self._note = url, os.path.join(sidecar.folder, "owed.json")
+        self._driver = driver or _driver_for(url, kv, draft, sidecar, sleep)
 
     def reach(self, version: int, weight_version: str, folder: str) -> Loaded:
         """Bring the engine to the version that the folder holds, unless it says that it has it.
@@ -234,7 +248,7 @@ def _text(answer: Mapping[str, object], name: str) -> str:
     return found
 
 
-def _driver_for(url: str, kv: Kv, draft: Draft | None, plugin: Plugin, sleep: Callable[[float], object]) -> Driver:
+def _driver_for(url: str, kv: Kv, draft: Draft | None, sidecar: Handover, sleep: Callable[[float], object]) -> Driver:
     usage = "expected vllm+http://HOST:PORT or sglang+http://HOST:PORT"
     try:
         parts = urlsplit(url)
@@ -245,7 +259,7 @@ def _driver_for(url: str, kv: Kv, draft: Draft | None, plugin: Plugin, sleep: Ca
         raise ConfigError(f"engine {url!r}: {usage}")
     client = _Http(host, port)
     if parts.scheme == "vllm+http":
-        return Vllm(client, kv, draft, plugin, sleep)
+        return Vllm(client, kv, draft, sidecar, sleep)
     if parts.scheme == "sglang+http":
         return Sglang(client, kv, draft, sleep)
     raise ConfigError(f"engine {url!r}: {usage}")
@@ -265,26 +279,28 @@ def _require_draft(draft: Draft | None, found: str | None, follows: bool) -> Non
 
 
 @dataclass(frozen=True)
-class Plugin:
-    """What the plug-in (`deltackpt.vllm`) is told: URL of the store, and a folder of this host for its reports."""
+class _Report:
+    """What a worker has to say: see `deltackpt.vllm`. weights: state fingerprint of what it holds, if it can go on."""
 
-    store: str
-    folder: str
+    state: str
+    text: str
+    weights: int | None
 
 
 class Vllm:
     """vLLM 0.28 and newer with VLLM_SERVER_DEV_MODE=1.
 
-    With `--weight-transfer-config '{"backend": "deltackpt"}'` every worker follows the store itself: staged while it
-    samples, applied in place; where it has no plan it loads the folder, and says why. Else it loads the folder by
-    vLLM's own reload.
+    With `--weight-transfer-config '{"backend": "deltackpt"}'` every worker maps what the sidecar hands over: staged
+    while it samples, applied in place; where it has no plan it loads the folder, and says why. Else it loads the folder
+    by vLLM's own reload.
     """
 
     def __init__(
-        self, client: _Http, kv: Kv, draft: Draft | None, plugin: Plugin, sleep: Callable[[float], object]
+        self, client: _Http, kv: Kv, draft: Draft | None, sidecar: Handover, sleep: Callable[[float], object]
     ) -> None:
-        self._client, self._kv, self._draft, self._plugin, self._sleep = client, kv, draft, plugin, sleep
+        self._client, self._kv, self._draft, self._sidecar, self._sleep = client, kv, draft, sidecar, sleep
         self._plugged = False
+        self._token = ""
         self._why_whole: str | None = None
         self.how = ""
 
@@ -324,20 +340,32 @@ class Vllm:
         """See Driver. Without the plug-in nothing: all of it is the load."""
         if not self._plugged:
             return
-        token = secrets.token_hex(8)
-        init = {"store": self._plugin.store, "folder": self._plugin.folder, "token": token}
+        self._token = token = secrets.token_hex(8)
+        init = {"layout": self._sidecar.layout(version), "folder": self._sidecar.folder, "token": token}
         self._client.ask("POST", "/init_weight_transfer_engine", {"init_info": init}, timeout_s=_PLAN_S)
-        # A session of its own, ended at once: the stage goes on in a thread.
-        self._start()
-        self._update({"stage": version, "token": token})
-        self._client.ask("POST", "/finish_weight_update", {}, timeout_s=_WORK_S)
         workers = self._client.ask("GET", "/get_world_size").get("world_size")
         if not isinstance(workers, int):
             raise EngineFailed("GET /get_world_size has no world_size")
-        reports = [self._report(rank, token) for rank in range(workers)]
-        if failed := [text for state, text in reports if state == "failed"]:
+        planned = [self._report(rank, "planned", "refused") for rank in range(workers)]
+        self._why_whole = next((r.text for r in planned if r.weights is None), None)
+        if self._why_whole is not None:
+            return
+        try:
+            path = self._sidecar.changes(version, {r.weights for r in planned if r.weights is not None})
+        except ChainError as exc:
+            self._why_whole = str(exc)
+            return
+        try:
+            # A session of its own, ended at once: the stage goes on in a thread.
+            self._start()
+            self._update({"stage": path, "token": token})
+            self._client.ask("POST", "/finish_weight_update", {}, timeout_s=_WORK_S)
+            staged = [self._report(rank, "staged", "reload", "failed") for rank in range(workers)]
+        finally:
+            self._sidecar.sweep()
+        if failed := [r.text for r in staged if r.state == "failed"]:
             raise EngineFailed(failed[0])
-        self._why_whole = next((text for state, text in reports if state == "reload"), None)
+        self._why_whole = next((r.text for r in staged if r.state == "reload"), None)
 
     def _start(self) -> None:
         try:
@@ -351,16 +379,19 @@ class Vllm:
     def _update(self, info: dict[str, object]) -> None:
         self._client.ask("POST", "/update_weights", {"update_info": info}, timeout_s=_WORK_S)
 
-    def _report(self, rank: int, token: str) -> tuple[str, str]:
-        """Wait for what a worker says of its stage."""
-        path = os.path.join(self._plugin.folder, f"worker-{rank}.json")
+    def _report(self, rank: int, *states: str) -> _Report:
+        """Wait until a worker is in one of these states."""
+        path = os.path.join(self._sidecar.folder, f"worker-{rank}.json")
         for _ in range(int(_WORK_S / _LOOK_S)):
             with contextlib.suppress(FileNotFoundError, ValueError), open(path, encoding="utf-8") as file:
                 found = json.load(file)
-                if found["token"] == token and found["state"] in ("staged", "reload", "failed"):
-                    return found["state"], found["text"]
+                if found["token"] == self._token and found["state"] in states:
+                    weights = found["weights"]
+                    return _Report(found["state"], found["text"], None if weights is None else int(weights, 16))
             self._sleep(_LOOK_S)
-        raise EngineFailed(f"worker {rank} has not staged within {_WORK_S:.0f} s, or does not share {path} with us")
+        raise EngineFailed(
+            f"worker {rank} has not {states[0]} within {_WORK_S:.0f} s, or does not share {path} with us"
+        )
 
     def pause(self) -> None:
         """See Driver. Requests stay queued, with what they have made so far."""
@@ -376,7 +407,7 @@ class Vllm:
             self.how = "loaded whole, by vLLM's reload"
             return
         self._start()
-        self._update({"apply": version} if self._why_whole is None else {"path": folder})
+        self._update({"apply": self._token} if self._why_whole is None else {"path": folder})
         self._reset_kv()
         self._client.ask("POST", "/finish_weight_update", {"weight_version": weight_version}, timeout_s=_WORK_S)
         self.how = "applied in place" if self._why_whole is None else f"loaded whole: {self._why_whole}"

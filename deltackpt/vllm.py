@@ -1,24 +1,31 @@
 """The plug-in for vLLM: a weight-transfer engine named `deltackpt`, one in every worker.
 
-A version is fetched and decoded in a thread while the engine samples, and applied by XOR inside `update_weights`,
-through a plan of where vLLM has put each element (`scatter`). Where there is none the worker loads a folder, whole, and
-says why. The sidecar (`deltackpt watch --engine`) asks; what a worker has to say is in its report, a small file,
-since vLLM's calls answer with nothing. Importing this module needs neither torch nor vLLM.
+The sidecar (`deltackpt watch --engine`) asks, and hands files over: a layout to plan, changes to map. Changes become
+values for live memory in a thread while the engine samples, and are written inside `update_weights`, through a plan
+of where vLLM has put each element (`scatter`). Where there is none the worker loads a folder, whole, and says why.
+What a worker has to say is in its report, a small file, since vLLM's calls answer with nothing. Runs in vLLM's
+environment: torch and numpy are all it needs, and importing it needs neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deltackpt.errors import Busy, ChainError, ConfigError, DeltaError, Poisoned, StoreError
-from deltackpt.follow import Follower, Prepared
+import numpy as np
+
+from deltackpt.changes import map_changes
+from deltackpt.digest import fp_hex
+from deltackpt.errors import Busy, ConfigError, DeltaError, IntegrityError, Poisoned
+from deltackpt.ids import as_tensor
 from deltackpt.layout import Layout
-from deltackpt.planned import PlannedTarget
+from deltackpt.module import PlannedModule, StagedChanges, hold
 from deltackpt.scatter import cached_plan
 
 if TYPE_CHECKING:
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 BACKEND = "deltackpt"
 T = TypeVar("T")
 _END_S = 120.0
-"""A stage that is not wanted any more ends with its reads, which have time limits of their own."""
+"""A stage that is not wanted any more ends by itself: it waits for nothing."""
 _STATE = ("*kv_cache*",)
 """Live tensors that are working memory."""
 
@@ -44,21 +51,21 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class InitInfo:
-    """store: URL of the store; folder: of this host, for reports and plans; token: comes back in the report."""
+    """layout: file that describes the checkpoint; folder: for reports and plans; token: comes back in the report."""
 
-    store: str
+    layout: str
     folder: str
     token: str
 
 
 @dataclass(frozen=True)
 class UpdateInfo:
-    """One of three. stage: version to fetch and decode, by a thread; apply: version that was staged; path: checkpoint
+    """One of three. stage: file of changes to prepare, by a thread; apply: token of what was staged; path: checkpoint
     folder to load as a whole. token: comes back in the report on a stage.
     """
 
-    stage: int | None = None
-    apply: int | None = None
+    stage: str | None = None
+    apply: str | None = None
     path: str | None = None
     token: str = ""
 
@@ -80,12 +87,12 @@ class DeltaEngine:
         self._started_from = os.path.realpath(vllm_config.model_config.model)
         parallel = vllm_config.parallel_config
         self._rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._follower: Follower | None = None
-        self._target: PlannedTarget | None = None
         self._info: InitInfo | None = None
-        self._why_not: str | None = None
+        self._layout: Layout | None = None
+        self._planned: PlannedModule | None = None
+        self._why_not = ""
         self._thread: threading.Thread | None = None
-        self._staged: tuple[int, Prepared | None] | None = None
+        self._staged: tuple[str, StagedChanges] | None = None
 
     # ------------------------------------------------------------ called by the worker
 
@@ -94,24 +101,30 @@ class DeltaEngine:
         return _parse(InitInfo, info)
 
     def init_transfer_engine(self, info: InitInfo) -> None:
-        """Plan, once for a store; the weights are the same afterwards. Reports `planned`, or `refused` with the reason.
+        """Plan, once for a layout; weights are the same afterwards. Reports `planned`, or `refused` with the reason.
 
         Raises ConfigError for what would go stale: adapters, and experts that are moved while it runs.
         """
         self._require_alone()
-        if self._info is None or self._info.store != info.store:
+        self._join()
+        if self._info is None or self._info.layout != info.layout:
             from vllm.config import set_current_vllm_config
 
-            self._join()
-            self._info, self._staged, self._target, self._why_not = None, None, None, None
-            self._follower = Follower(info.store, _Nothing())
+            self._info, self._staged, self._planned = None, None, None
             with set_current_vllm_config(self._vllm):
-                self._plan(self._follower, info)
+                self._plan(_layout(info.layout), info)
         self._info = info
-        if self._target is None:
-            self._report(info.token, "refused", self._why_not or "")
-        else:
-            self._report(info.token, "planned", str(self._target.plan.coverage))
+        if self._planned is None:
+            self._report(info.token, "refused", self._why_not)
+            return
+        text, state = str(self._planned.plan.coverage), None
+        try:
+            state = self._planned.identify()
+            if state is None:
+                text = "an earlier apply did not finish"
+        except DeltaError as exc:
+            text = str(exc)
+        self._report(info.token, "planned", text, None if state is None else fp_hex(state))
 
     def start_weight_update(self) -> None:
         """Nothing: each update is whole."""
@@ -119,8 +132,8 @@ class DeltaEngine:
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Stage, apply or load."""
         info = _parse(UpdateInfo, update_info)
-        if self._info is None or self._follower is None:
-            raise ConfigError("no store is named yet; call init_weight_transfer_engine first")
+        if self._info is None or self._layout is None:
+            raise ConfigError("no layout is named yet; call init_weight_transfer_engine first")
         if info.stage is not None:
             self._join()
             self._staged = None
@@ -129,7 +142,7 @@ class DeltaEngine:
         elif info.apply is not None:
             self._apply(info.apply)
         elif info.path is not None:
-            self._reload(info.path)
+            self._reload(info.path, self._layout)
         else:
             raise ConfigError("an update has neither stage, apply nor path")
 
@@ -163,26 +176,15 @@ class DeltaEngine:
         if getattr(self._vllm.parallel_config, "enable_eplb", False):
             raise ConfigError("the engine moves experts while it runs (EPLB), so that no plan stays true; turn it off")
 
-    def _plan(self, follower: Follower, info: InitInfo) -> None:
-        """Make the plan, or note why there is none, and prove it on what the engine has loaded."""
-        follower.reader.load()
-        head = follower.reader.head
-        if head is None:
-            raise ConfigError(f"{info.store} has no version yet; publish one first")
-        layout = follower.reader.layout(head.manifest.layout)
+    def _plan(self, layout: Layout, info: InitInfo) -> None:
+        """Make the plan, or note why there is none. A rank with parts of tensors is told what vLLM has loaded."""
+        self._layout = layout
         try:
             plan = cached_plan(
                 os.path.join(info.folder, "plans"), self._model, self._load, layout,
                 setting=self._setting(), state=_STATE, threads=1,
             )  # fmt: skip
-            target = PlannedTarget(self._model, plan)
-            try:
-                target.open(follower.reader)
-            except (ChainError, ConfigError):
-                # No version of the store, or parts of tensors.
-                target.prove(checkpoint(self._started_from, layout))
-        except StoreError:
-            raise  # the next call may see more
+            self._planned = PlannedModule(self._model, plan)
         except Poisoned as exc:
             # Planning could not put the weights back. Nothing is answered before this call returns.
             self._load(checkpoint(self._started_from, layout))
@@ -191,7 +193,10 @@ class DeltaEngine:
         except DeltaError as exc:
             self._why_not = str(exc)
             return
-        self._target = follower.target = target
+        if not plan.whole.all():
+            # Else it is told by the first load of a folder.
+            with contextlib.suppress(DeltaError):
+                self._planned.prove(checkpoint(self._started_from, layout))
 
     def _setting(self) -> str:
         import vllm
@@ -219,80 +224,68 @@ class DeltaEngine:
         finally:
             finalize_layerwise_reload(self._model, self._vllm.model_config)
 
-    def _reload(self, path: str) -> None:
+    def _reload(self, path: str, layout: Layout) -> None:
+        """Bring the weights to those of a folder: through the plan if it is proven, else by vLLM's own loader."""
         self._join()
         self._staged = None
-        assert self._follower is not None
-        head = self._follower.reader.head
-        assert head is not None
-        layout = self._follower.reader.layout(head.manifest.layout)
+        planned = self._planned
+        if planned is not None and planned.proven:
+            held = hold(layout, checkpoint(path, layout))
+            try:
+                planned.reseed(held.addresses)
+            except (ConfigError, Poisoned):
+                pass  # vLLM has put other tensors there, or they do not keep what is written
+            else:
+                return
         self._load(checkpoint(path, layout))
-        if self._target is not None and self._target.plan.layout.digest == layout.digest:
-            self._target.prove(checkpoint(path, layout))
-        elif self._target is not None:
-            self._info = None  # other tensors than before: plan again
+        if planned is not None:
+            try:
+                planned.prove(checkpoint(path, layout))
+            except DeltaError as exc:
+                self._planned, self._why_not = None, str(exc)
 
     # ------------------------------------------------------------ versions
 
-    def _stage(self, version: int, token: str) -> None:
-        """Prepare a version and report it: the whole life of a thread."""
-        follower = self._follower
-        assert follower is not None
-        if self._target is None:
-            self._report(token, "reload", self._why_not or "")
+    def _stage(self, path: str, token: str) -> None:
+        """Prepare changes and report it: the whole life of a thread."""
+        if self._planned is None:
+            self._report(token, "reload", self._why_not)
             return
         try:
-            # What the worker holds may be newer than all that was read of the store so far.
-            follower.reader.refresh()
-            prepared = follower.prepare(version)
-        except (ChainError, ConfigError) as exc:
+            staged = self._planned.stage(map_changes(path))
+        except (ConfigError, IntegrityError) as exc:
             self._report(token, "reload", str(exc))
         except Exception as exc:  # told to the sidecar, which decides
             self._report(token, "failed", f"{type(exc).__name__}: {exc}")
         else:
-            self._staged = (version, prepared)
+            self._staged = (token, staged)
             self._report(token, "staged", "")
 
-    def _apply(self, version: int) -> None:
+    def _apply(self, token: str) -> None:
         thread = self._thread
         if thread is not None and thread.is_alive():
-            raise ConfigError(f"version {version} is still being staged; wait for the report")
-        if self._staged is None or self._staged[0] != version:
-            raise ConfigError(f"version {version} is not staged; stage it first")
-        prepared, self._staged = self._staged[1], None
-        if prepared is not None:
-            prepared.apply()
+            raise ConfigError("changes are still being staged; wait for the report")
+        if self._staged is None or self._staged[0] != token:
+            raise ConfigError(f"nothing is staged under {token}; stage it first")
+        staged, self._staged = self._staged[1], None
+        staged.apply()
 
     def _join(self) -> None:
         """Wait for the thread to end: nothing may change under it."""
         if self._thread is not None:
             self._thread.join(_END_S)
             if self._thread.is_alive():
-                raise Busy(f"a version is still being staged after {_END_S:.0f} s; try again")
+                raise Busy(f"changes are still being staged after {_END_S:.0f} s; try again")
             self._thread = None
 
-    def _report(self, token: str, state: str, text: str) -> None:
+    def _report(self, token: str, state: str, text: str, weights: str | None = None) -> None:
+        """Say so. weights: state fingerprint of what the worker holds; where it is not known, the text says why."""
         assert self._info is not None
         path = report_path(self._info.folder, self._rank)
         os.makedirs(self._info.folder, exist_ok=True)
         with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-            json.dump({"token": token, "state": state, "text": text}, file)
+            json.dump({"token": token, "state": state, "text": text, "weights": weights}, file)
         os.replace(f"{path}.tmp", path)
-
-
-class _Nothing:
-    """The target of a follower before there is a plan."""
-
-    settled = True
-
-    def open(self, reader: object, *, reseed: bool = False) -> int | None:
-        raise ConfigError("there is no plan; load a folder")
-
-    def stage(self, reader: object, plan: object) -> Any:
-        raise ConfigError("there is no plan; load a folder")
-
-    def close(self) -> None:
-        pass
 
 
 def report_path(folder: str, rank: int) -> str:
@@ -301,17 +294,26 @@ def report_path(folder: str, rank: int) -> str:
 
 
 def checkpoint(path: str, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a layout from a checkpoint folder, file by file."""
-    from safetensors import safe_open
-
+    """Yield the tensors of a layout from a checkpoint folder, file by file: mapped, so that writes go nowhere."""
     if not os.path.isdir(path):
         raise ConfigError(f"{path} is no local folder; start the engine from a folder that holds a version")
     for name in sorted(os.listdir(path)):
-        if name.endswith(".safetensors"):
-            with safe_open(os.path.join(path, name), "pt") as file:
-                for key in file.keys():  # noqa: SIM118  # no dict
-                    if key in layout.position:
-                        yield key, file.get_tensor(key)
+        if not name.endswith(".safetensors"):
+            continue
+        raw = np.asarray(np.memmap(os.path.join(path, name), np.uint8, "c"))
+        begin = 8 + int(raw[:8].view("<u8")[0])
+        for key, tensor in json.loads(raw[8:begin].tobytes()).items():
+            if key in layout.position:
+                first, end = tensor["data_offsets"]
+                mine = raw[begin + first : begin + end]
+                if mine.ctypes.data % 8:
+                    mine = mine.copy()  # torch wants whole elements to be aligned
+                yield key, as_tensor(mine, tensor["dtype"], tensor["shape"])
+
+
+def _layout(path: str) -> Layout:
+    tensors = json.loads(Path(path).read_text(encoding="utf-8"))["tensors"]
+    return Layout([t[0] for t in tensors], [t[1] for t in tensors], [t[2] for t in tensors])
 
 
 def _parse(record: type[T], info: dict[str, Any]) -> T:

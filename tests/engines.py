@@ -10,10 +10,12 @@ import contextlib
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
+
+from deltackpt.errors import ChainError
 
 Fault = Literal["before", "half", "after"]
 """Refused before anything was done; half done and refused; done, and the answer lost."""
@@ -102,15 +104,39 @@ class VllmDouble(Double):
         return None
 
 
+class SidecarDouble:
+    """Hands over files that name a version. why_whole: why there are none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.states = str(folder), set[int]()
+        self.why_whole: str | None = None
+
+    def layout(self, version: int) -> str:
+        return f"layout of {version}"
+
+    def changes(self, version: int, states: Set[int]) -> str:
+        self.states = set(states)
+        if self.why_whole is not None:
+            raise ChainError(self.why_whole)
+        path = Path(self.folder) / f"changes-{version}"
+        path.write_text(str(version))
+        return str(path)
+
+    def sweep(self) -> None:
+        for path in Path(self.folder).glob("changes-*"):
+            path.unlink()
+
+
 class PluginDouble(VllmDouble):
     """A vLLM of two workers with the plug-in: what is staged is the word of the folder v<version> in `versions`.
 
-    why_whole: what worker 1 says instead of staging; failed: what it says for a failed stage.
+    refused: why worker 1 has no plan; why_whole: what it says instead of staging; failed: for a failed stage.
     """
 
     def __init__(self, versions: Path) -> None:
         super().__init__()
-        self.versions, self.staged, self.open = versions, -1, False
+        self.versions, self.staged, self.open = versions, ("", -1), False
+        self.refused: str | None = None
         self.why_whole: str | None = None
         self.failed: str | None = None
         self.folder = Path()
@@ -121,8 +147,12 @@ class PluginDouble(VllmDouble):
             case "POST", "/init_weight_transfer_engine":
                 info = body["init_info"]
                 assert isinstance(info, dict)
-                assert info["store"] == "s"
+                assert str(info["layout"]).startswith("layout of ")
                 self.folder = Path(info["folder"])
+                if not half:
+                    self._report(0, str(info["token"]), "planned", "")
+                    one = ("planned", "") if self.refused is None else ("refused", self.refused)
+                    self._report(1, str(info["token"]), *one)
                 return {"message": "Weight transfer initialized"}
             case "POST", "/start_weight_update":
                 if self.open:
@@ -146,23 +176,21 @@ class PluginDouble(VllmDouble):
 
     def _update(self, info: dict[str, object], half: bool) -> None:
         if "stage" in info:
-            assert isinstance(info["stage"], int)
-            self.staged = -1 if half else info["stage"]
+            token = str(info["token"])
+            self.staged = ("", -1) if half else (token, int(Path(str(info["stage"])).read_text()))
             if not half:
-                for rank in (0, 1):
-                    self._report(rank, str(info["token"]))
+                self._report(0, token, "staged", "")
+                one = ("staged", "") if self.why_whole is None else ("reload", self.why_whole)
+                self._report(1, token, *(one if self.failed is None else ("failed", self.failed)))
         elif "apply" in info:
-            assert info["apply"] == self.staged
-            self.load(str(self.versions / f"v{self.staged}"), half)
+            assert info["apply"] == self.staged[0]
+            self.load(str(self.versions / f"v{self.staged[1]}"), half)
         else:
             self.load(str(info["path"]), half)
 
-    def _report(self, rank: int, token: str) -> None:
-        report = {"token": token, "state": "staged", "text": ""}
-        if rank and self.failed is not None:
-            report |= {"state": "failed", "text": self.failed}
-        elif rank and self.why_whole is not None:
-            report |= {"state": "reload", "text": self.why_whole}
+    def _report(self, rank: int, token: str, state: str, text: str) -> None:
+        weights = None if state == "refused" else "00000000000000ff"
+        report = {"token": token, "state": state, "text": text, "weights": weights}
         self.folder.mkdir(exist_ok=True)
         (self.folder / f"worker-{rank}.json").write_text(json.dumps(report))
 

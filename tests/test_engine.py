@@ -11,7 +11,7 @@ from typing import Any, Literal
 import make_cases
 import numpy as np
 import pytest
-from engines import Double, Fault, PluginDouble, SglangDouble, VllmDouble, serving
+from engines import Double, Fault, PluginDouble, SglangDouble, SidecarDouble, VllmDouble, serving
 from helpers import cli_run
 from safetensors.numpy import save_file
 from watching import Script, Told, start
@@ -46,7 +46,7 @@ LOAD = {
 
 PLUGIN = [
     "GET /weight_info", "GET /server_info", "GET /is_paused", "POST /init_weight_transfer_engine",
-    "POST /start_weight_update", "POST /update_weights", "POST /finish_weight_update", "GET /get_world_size",
+    "GET /get_world_size", "POST /start_weight_update", "POST /update_weights", "POST /finish_weight_update",
     "POST /pause", "POST /start_weight_update", "POST /update_weights", "POST /reset_prefix_cache",
     "POST /finish_weight_update", "GET /weight_info", "POST /resume",
 ]  # fmt: skip
@@ -75,7 +75,8 @@ def folder(root: Path, version: int) -> str:
 
 def driven(double: Double, root: Path, kv: Kv = "reset", **options: Any) -> Engine:
     """A process that drives the double: it knows no more than is on disk."""
-    return Engine(double.url, str(root / "own"), store="s", kv=kv, draft=options.pop("draft", None), **options)
+    sidecar = options.pop("sidecar", None) or SidecarDouble(root / "own")
+    return Engine(double.url, sidecar, kv=kv, draft=options.pop("draft", None), **options)
 
 
 def require_at(double: Double, root: Path, version: int) -> None:
@@ -158,14 +159,26 @@ def test_plug_in_stages_before_the_pause_and_applies_in_place(plugged: PluginDou
     loaded = driven(plugged, tmp_path).reach(1, "l.1.d", folder(tmp_path, 1))
     assert plugged.calls == PLUGIN
     assert loaded.how == "applied in place"
+    assert list((tmp_path / "own").glob("changes-*")) == []
     require_at(plugged, tmp_path, 1)
 
 
-def test_plug_in_without_a_plan_loads_the_folder_and_it_is_said_why(plugged: PluginDouble, tmp_path: Path) -> None:
-    plugged.why_whole = "scales are computed"
-    loaded = driven(plugged, tmp_path).reach(1, "l.1.d", folder(tmp_path, 1))
-    assert plugged.bodies[10] == {"update_info": {"path": str(tmp_path / "v1")}}
+@pytest.mark.parametrize("who", ["plan", "sidecar", "worker"])
+def test_what_cannot_be_applied_is_loaded_whole_and_it_is_said_why(
+    who: str, plugged: PluginDouble, tmp_path: Path
+) -> None:
+    sidecar = SidecarDouble(tmp_path / "own")
+    if who == "plan":
+        plugged.refused = "scales are computed"
+    elif who == "sidecar":
+        sidecar.why_whole = "scales are computed"
+    else:
+        plugged.why_whole = "scales are computed"
+    loaded = driven(plugged, tmp_path, sidecar=sidecar).reach(1, "l.1.d", folder(tmp_path, 1))
+    (body,) = [b for b in plugged.bodies if "path" in str(b)]
+    assert body == {"update_info": {"path": str(tmp_path / "v1")}}
     assert loaded.how == "loaded whole: scales are computed"
+    assert sidecar.states == (set() if who == "plan" else {0xFF})
     require_at(plugged, tmp_path, 1)
 
 
@@ -178,13 +191,11 @@ def test_stage_that_fails_in_one_worker_pauses_nobody(plugged: PluginDouble, tmp
 
 def test_worker_that_never_reports_is_given_up(plugged: PluginDouble, tmp_path: Path) -> None:
     slept: list[float] = []
-    plugged.fail(5, "half")
-    with pytest.raises(EngineFailed):
-        driven(plugged, tmp_path).reach(1, "l.1.d", folder(tmp_path, 1))
-    (tmp_path / "own").mkdir(exist_ok=True)
-    (tmp_path / "own" / "worker-0.json").write_text('{"token": "of another stage", "state": "staged", "text": ""}')
+    (tmp_path / "own").mkdir()
+    report = '{"token": "of another stage", "state": "planned", "text": "", "weights": null}'
+    (tmp_path / "own" / "worker-0.json").write_text(report)
     plugged._report = lambda *_: None  # type: ignore[method-assign]  # a worker that hangs
-    with pytest.raises(EngineFailed, match="worker 0 has not staged within 300 s"):
+    with pytest.raises(EngineFailed, match="worker 0 has not planned within 300 s"):
         driven(plugged, tmp_path, sleep=slept.append).reach(1, "l.1.d", folder(tmp_path, 1))
     assert sum(slept) == pytest.approx(300)
     assert plugged.pauses == 0
@@ -342,7 +353,7 @@ def test_engine_that_is_not_there_goes_on_with_what_it_had(tmp_path: Path) -> No
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         url = f"vllm+http://127.0.0.1:{taken.getsockname()[1]}"
-        engine = Engine(url, str(tmp_path), store="s", kv="keep", draft=None)
+        engine = Engine(url, SidecarDouble(tmp_path), kv="keep", draft=None)
         with pytest.raises(EngineFailed, match=r"GET /weight_info: .*refused; it goes on with what it had"):
             engine.reach(1, "l.1.d", str(tmp_path))
 
@@ -352,7 +363,7 @@ def test_engine_that_is_not_there_goes_on_with_what_it_had(tmp_path: Path) -> No
 )  # fmt: skip
 def test_url_of_an_engine_is_checked_at_the_start(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected vllm\+http://HOST:PORT or sglang\+http://HOST:PORT"):
-        Engine(url, str(tmp_path), store="s", kv="keep", draft=None)
+        Engine(url, SidecarDouble(tmp_path), kv="keep", draft=None)
 
 
 # ---------------------------------------------------------------- by a watcher
@@ -381,7 +392,7 @@ def run(tmp_path: Path) -> Path:
 
 def watched(run: Path, double: Double, *acts: Callable[[], object], **options: Any) -> tuple[Watcher, Script]:
     own = str(run / "dest" / ".deltackpt" / "engine")
-    engine = Engine(double.url, own, store=str(run / "store"), kv="reset", draft=None)
+    engine = Engine(double.url, SidecarDouble(Path(own)), kv="reset", draft=None)
     return start(run / "store", run / "dest", *acts, engine=engine, **options)
 
 

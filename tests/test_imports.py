@@ -18,9 +18,9 @@ ORDER = [
     "remote", "probe", "fsspecstore", "obstorestore", "store", "cache", "board", "checkpoint", "backend", "arena",
     "libnvcomp", "nvcomp", "trial", "cuda", "torchdevice", "reader", "folder", "tensors", "ownership", "holding",
     "slices", "ids", "live", "places", "plans", "scatter", "changes", "through", "module", "walk", "planned", "follow",
-    "replica", "vllm", "writer", "anchor", "ground", "copies", "collective", "publish", "verify", "lease",
-    "prune", "mirror", "ledger", "engine", "watch", "control", "weightv", "export", "ingest", "callbacks", "baselines",
-    "bench", "cli", "cli_doctor", "cli_fleet", "cli_store", "cli_compat",
+    "replica", "vllm", "writer", "anchor", "ground", "copies", "collective", "publish", "verify", "lease", "prune",
+    "mirror", "ledger", "sidecar", "engine", "watch", "control", "weightv", "export", "ingest", "callbacks",
+    "baselines", "bench", "cli", "cli_doctor", "cli_fleet", "cli_store", "cli_compat",
 ]  # fmt: skip
 """Each module imports only modules to its left."""
 

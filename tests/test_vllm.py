@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
-import time
+import threading
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,9 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deltackpt import module
 from deltackpt import vllm as plugin
-from deltackpt.errors import ConfigError, Poisoned, Unavailable
+from deltackpt.errors import ChainError, ConfigError, Poisoned
 from deltackpt.publish import publish_folder
+from deltackpt.sidecar import Sidecar
+from deltackpt.store import open_store
 
 
 class Model(torch.nn.Module):
@@ -27,7 +30,7 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qk = torch.nn.Parameter(torch.zeros(8, 4, dtype=torch.bfloat16), requires_grad=False)
-        self.embed = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16), requires_grad=False)
+        self.embed = torch.nn.Parameter(torch.zeros(600, 4, dtype=torch.bfloat16), requires_grad=False)
         self.head = self.embed
         self.experts = Experts()
         self.kv_cache = torch.zeros(3)
@@ -68,8 +71,20 @@ class Cast(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.float16), requires_grad=False)
+        self.embed = torch.nn.Parameter(torch.zeros(600, 4, dtype=torch.float16), requires_grad=False)
         self.head = self.embed
+
+
+class Part(Model):
+    """Holds the second half of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Parameter(torch.zeros(300, 4, dtype=torch.bfloat16), requires_grad=False)
+        self.head = self.embed
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((n, t[300:] if n == "embed" else t) for n, t in weights)
 
 
 class Vllm:
@@ -125,13 +140,16 @@ class Run:
     def __init__(self, root: Path, model: Model) -> None:
         self.root, self.model, self.store = root, model, str(root / "store")
         torch.manual_seed(0)
+        shapes = {"q": (4, 4), "k": (4, 4), "embed": (600, 4), "experts": (4, 6)}
+        weights = {n: torch.randn(s).bfloat16() for n, s in shapes.items()}
         for version in range(4):
-            folder = root / f"v{version}"
-            folder.mkdir()
-            shapes = {"q": (4, 4), "k": (4, 4), "embed": (6, 4), "experts": (4, 6)}
-            save_file({n: torch.randn(s).bfloat16() for n, s in shapes.items()}, folder / "model.safetensors")
+            (root / f"v{version}").mkdir()
+            save_file(weights, root / f"v{version}" / "model.safetensors")
+            for tensor in weights.values():
+                tensor[-1, version] += 1
         for version in (0, 1):
             self.publish(version)
+        self.sidecar = Sidecar(open_store(self.store), str(root / "own"))
         model.load_weights(load_file(root / "v0" / "model.safetensors").items())
         model.experts.quant_method.process(model.experts)
         model.experts.loaded = torch.empty(0)
@@ -148,7 +166,7 @@ class Run:
         publish_folder(self.root / f"v{version}", self.store, run_id="r", anchors=False)
 
     def init(self) -> dict[str, str]:
-        info = {"store": self.store, "folder": str(self.root / "own"), "token": "i"}
+        info = {"layout": self.sidecar.layout(0), "folder": str(self.root / "own"), "token": "i"}
         self.engine.init_transfer_engine(self.engine.parse_init_info(info))
         return self.report()
 
@@ -161,12 +179,20 @@ class Run:
         self.engine.update_weights(info)
         self.engine.finish_weight_update()
 
+    def handed_over(self, version: int) -> str:
+        """What the sidecar gives for what the worker says that it holds."""
+        return self.sidecar.changes(version, {int(self.init()["weights"], 16)})
+
     def stage(self, version: int) -> dict[str, str]:
-        self.update(stage=version, token=f"s{version}")
+        return self.stage_file(self.handed_over(version), f"s{version}")
+
+    def stage_file(self, path: str, token: str) -> dict[str, str]:
+        self.update(stage=path, token=token)
         thread = self.engine._thread
         assert thread is not None
         thread.join(60)
-        assert self.report()["token"] == f"s{version}"
+        self.sidecar.sweep()
+        assert self.report()["token"] == token
         return self.report()
 
     def require(self, version: int) -> None:
@@ -206,15 +232,15 @@ def test_version_is_staged_without_a_change_and_applied_in_place(run: Run) -> No
     where = [p.data_ptr() for p in run.model.parameters()]
     assert run.stage(1)["state"] == "staged"
     run.require(0)
-    run.update(apply=1)
+    run.update(apply="s1")
     run.require(1)
     for version in (2, 3):
         run.publish(version)
     run.stage(3)
-    run.update(apply=3)
+    run.update(apply="s3")
     run.require(3)
     run.stage(0)
-    run.update(apply=0)
+    run.update(apply="s0")
     run.require(0)
     assert where == [p.data_ptr() for p in run.model.parameters()]
 
@@ -222,7 +248,7 @@ def test_version_is_staged_without_a_change_and_applied_in_place(run: Run) -> No
 def test_version_that_is_there_already_is_staged_and_applied_as_nothing(run: Run) -> None:
     run.init()
     assert run.stage(0)["state"] == "staged"
-    run.update(apply=0)
+    run.update(apply="s0")
     run.require(0)
 
 
@@ -233,82 +259,118 @@ def test_folder_is_loaded_whole_and_followed_on_from_there(run: Run) -> None:
     run.require(2)
     run.publish(3)
     assert run.stage(3)["state"] == "staged"
-    run.update(apply=3)
+    run.update(apply="s3")
     run.require(3)
 
 
-def test_worker_that_holds_no_version_asks_for_the_folder(vllm: Vllm, tmp_path: Path) -> None:
+def test_worker_that_holds_no_version_is_loaded_whole_and_followed_on_from_there(vllm: Vllm, tmp_path: Path) -> None:
     run = Run(tmp_path, Model())
     other = tmp_path / "other"
     shutil.copytree(tmp_path / "v3", other)  # not published
-    run.config.model_config.model = str(other)
+    run.config.model_config.model = "org/model"
     run.engine = plugin.DeltaEngine(None, run.config, "cpu", run.model)
     run.engine._load(load_file(other / "model.safetensors").items())
     assert run.init()["state"] == "planned"
-    report = run.stage(1)
-    assert report["state"] == "reload"
-    assert "holds no version of" in report["text"]
+    with pytest.raises(ChainError, match="what the workers hold is no version of"):
+        run.stage(1)
     run.update(path=str(tmp_path / "v1"))
-    assert run.stage(1)["state"] == "staged"
+    assert run.stage(0)["state"] == "staged"
     run.require(1)
+    run.update(apply="s0")
+    run.require(0)
 
 
 def test_cast_is_no_plan_and_the_folder_is_loaded(vllm: Vllm, tmp_path: Path) -> None:
     run = Run(tmp_path, Cast())
     report = run.init()
     assert report["state"] == "refused"
-    assert "embed (float16[6, 4]) is computed from the weights" in report["text"]
+    assert "embed (float16[600, 4]) is computed from the weights" in report["text"]
     run.require(0)
-    assert run.stage(1) == {"token": "s1", "state": "reload", "text": report["text"]}
     run.update(path=str(tmp_path / "v1"))
     run.require(1)
 
 
-def test_stage_that_fails_is_reported_and_the_weights_stay(run: Run) -> None:
-    run.init()
-    (shard,) = (run.root / "store" / "data").glob("00000000000000000001-*/*")
-    shard.chmod(0o644)
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
-    report = run.stage(1)
-    assert report["state"] == "failed"
-    with pytest.raises(ConfigError, match="version 1 is not staged"):
-        run.update(apply=1)
+def test_changes_that_do_not_begin_with_what_the_worker_holds_are_refused(run: Run) -> None:
+    path = run.handed_over(1)
+    run.update(path=str(run.root / "v1"))
+    report = run.stage_file(path, "s1")
+    assert report["state"] == "reload"
+    assert "does not hold what the changes begin with" in report["text"]
+    with pytest.raises(ConfigError, match="nothing is staged under s1"):
+        run.update(apply="s1")
+    run.require(1)
+
+
+def test_stage_of_a_file_that_is_gone_is_reported_and_the_weights_stay(run: Run) -> None:
+    path = run.handed_over(1)
+    run.sidecar.sweep()
+    report = run.stage_file(path, "s1")
+    assert (report["state"], report["text"][:19]) == ("failed", "FileNotFoundError: ")
     run.require(0)
 
 
 def test_apply_that_is_asked_for_too_early_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.init()
-    begun, go_on = [], []
-    follower = run.engine._follower
-    assert follower is not None
-    prepare = follower.prepare
+    path = run.handed_over(1)
+    go_on = threading.Event()
+    whole = plugin.map_changes
 
-    def slow(version: int) -> Any:
-        begun.append(version)
-        while not go_on:
-            time.sleep(0.001)
-        return prepare(version)
+    def slow(path: str) -> Any:
+        assert go_on.wait(60)
+        return whole(path)
 
-    monkeypatch.setattr(follower, "prepare", slow)
-    run.update(stage=1, token="s1")
+    monkeypatch.setattr(plugin, "map_changes", slow)
+    run.update(stage=path, token="s1")
     with pytest.raises(ConfigError, match="still being staged"):
-        run.update(apply=1)
-    go_on.append(True)
+        run.update(apply="s1")
+    go_on.set()
     assert run.engine._thread is not None
     run.engine._thread.join(60)
-    run.update(apply=1)
+    run.update(apply="s1")
     run.require(1)
 
 
-@pytest.mark.parametrize("info", [{}, {"stage": 1}])
-def test_update_before_a_store_was_named_is_refused(run: Run, info: dict[str, object]) -> None:
+def test_apply_that_fails_midway_is_mended_through_the_plan(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.stage(1)
+
+    def broken(*_: object) -> bool:
+        run.model.qk.zero_()
+        raise OSError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "exchange", broken)
+        with pytest.raises(OSError, match="injected"):
+            run.update(apply="s1")
+    assert run.init() == {
+        "token": "i", "state": "planned", "text": "an earlier apply did not finish", "weights": None
+    }  # fmt: skip
+    run.model.load_weights = None  # type: ignore[assignment,method-assign]  # would fail
+    run.update(path=str(run.root / "v1"))
+    run.require(1)
+    run.stage(0)
+    run.update(apply="s0")
+    run.require(0)
+
+
+def test_tensors_that_were_put_elsewhere_are_loaded_by_the_engine_and_followed_on(run: Run) -> None:
+    run.stage(1)
+    run.model.qk = torch.nn.Parameter(torch.zeros(8, 4, dtype=torch.bfloat16), requires_grad=False)
+    assert run.init()["state"] == "planned"
+    run.update(path=str(run.root / "v1"))
+    run.require(1)
+    run.stage(0)
+    run.update(apply="s0")
+    run.require(0)
+
+
+@pytest.mark.parametrize("info", [{}, {"stage": "x"}])
+def test_update_before_a_layout_was_named_is_refused(run: Run, info: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="call init_weight_transfer_engine first"):
         run.engine.update_weights(info)
 
 
 def test_update_of_unknown_fields_is_refused_as_vllm_expects(run: Run) -> None:
     with pytest.raises(ValueError, match="InitInfo"):
-        run.engine.parse_init_info({"store": "s"})
+        run.engine.parse_init_info({"layout": "s"})
     with pytest.raises(ValueError, match="UpdateInfo"):
         run.engine.update_weights({"names": []})
 
@@ -326,23 +388,28 @@ def test_adapters_moving_experts_and_drafts_are_refused(run: Run) -> None:
     assert plugin.DeltaEngine.supports_draft_weight_update is False
 
 
-def test_weights_that_are_neither_a_version_nor_in_a_folder_are_no_proof(run: Run) -> None:
+def test_worker_that_holds_parts_is_told_by_the_folder_that_it_was_started_from(vllm: Vllm, tmp_path: Path) -> None:
+    run = Run(tmp_path, Part())
+    run.stage(1)
+    run.update(apply="s1")
+    given = load_file(tmp_path / "v1" / "model.safetensors")
+    assert torch.equal(run.model.embed, given["embed"][300:])
+
+
+def test_worker_that_holds_parts_of_unknown_weights_is_told_by_the_folder_that_it_loads(
+    vllm: Vllm, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, Part())
     run.config.model_config.model = "org/model"
     run.engine = plugin.DeltaEngine(None, run.config, "cpu", run.model)
-    run.engine._load(load_file(run.root / "v3" / "model.safetensors").items())
     report = run.init()
-    assert (report["state"], "org/model is no local folder" in report["text"]) == ("refused", True)
-
-
-def test_store_that_cannot_be_read_is_no_reason_for_loading_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def down(*_: object) -> int:
-        raise Unavailable("injected: no answer")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(plugin.PlannedTarget, "open", down)
-        with pytest.raises(Unavailable):
-            run.init()
-    assert run.init()["state"] == "planned"
+    assert (report["state"], report["weights"]) == ("planned", None)
+    assert "1200 of 2400 elements of embed are in this module" in report["text"]
+    run.update(path=str(tmp_path / "v1"))
+    run.stage(0)
+    run.update(apply="s0")
+    given = load_file(tmp_path / "v0" / "model.safetensors")
+    assert torch.equal(run.model.embed, given["embed"][300:])
 
 
 def test_weights_that_planning_cannot_put_back_are_loaded_again_before_anything_is_answered(
@@ -353,7 +420,7 @@ def test_weights_that_planning_cannot_put_back_are_loaded_again_before_anything_
         raise Poisoned("injected: other tensors")
 
     monkeypatch.setattr(plugin, "cached_plan", plan)
-    assert run.init() == {"token": "i", "state": "refused", "text": "injected: other tensors"}
+    assert run.init() == {"token": "i", "state": "refused", "text": "injected: other tensors", "weights": None}
     run.require(0)
 
 
@@ -362,5 +429,5 @@ def test_engine_may_be_started_from_a_link_that_moves(run: Run) -> None:
     (run.root / "current").symlink_to("v1")
     assert run.init()["state"] == "planned"
     run.stage(1)
-    run.update(apply=1)
+    run.update(apply="s1")
     run.require(1)
