@@ -16,20 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import make_cases
+import numpy as np
 import pytest
+import ranks
 from helpers import State, cli_good, cli_run, errors, exact, expected, holds, recorded, state_of, visible
 from processes import Server as Children
+from safetensors.numpy import load
 from servers import BUCKET, ENVIRONMENT, Fault, Proxy, Server, proxy
 from watching import Hiding, Told, follow
 
 from deltackpt import probe
 from deltackpt.anchor import make_anchor
+from deltackpt.board import Group, StoreBoard
 from deltackpt.errors import AlreadyExists, Busy, ChainError, ConfigError, DeltaError, IntegrityError, Unavailable
 from deltackpt.folder import CheckpointTarget
 from deltackpt.follow import Follower
 from deltackpt.probe import flaws
 from deltackpt.prune import prune_store
-from deltackpt.publish import publish_folder
+from deltackpt.publish import Publisher, publish_folder
 from deltackpt.reader import Reader
 from deltackpt.store import Retrying, Store, open_remote, open_store, read
 
@@ -105,6 +109,29 @@ def pull(bucket: Bucket | str | Store, dest: Path, version: int | None = None, *
 
 
 # ---------------------------------------------------------------- end to end
+
+
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+def test_ranks_publish_to_a_bucket_and_make_an_anchor_there(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltackpt.anchor.ANCHOR_SHARE", 0.0)
+
+    def rank(number: int) -> None:
+        store = bucket.store()
+        group = Group(number, 2, StoreBoard(store, "one"))
+        with Publisher(store, group=group, run_id="run", threads=1) as publisher:
+            for step in (0, 1):
+                publisher.publish(ranks.share("rows", number, 2, ranks.state(step)), step=step)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank, range(2)))
+    (shard,) = [key for key in bucket.objects("data/") if key.startswith(f"data/{1:020d}-anchor-")]
+    assert bucket.objects("anchors/") == [f"anchors/{1:020d}.json"]
+    bucket.store().read_into(shard, memoryview(raw := bytearray(bucket.store().size(shard))))
+    found = load(bytes(raw))
+    assert all(np.array_equal(found[name], value) for name, value in ranks.state(1).items())
+    assert not [key for key in bucket.objects() if "piece" in key or key.startswith("unfinished")]
 
 
 def test_versions_go_through_a_bucket_bit_for_bit(bucket: Bucket, chain: Path, tmp_path: Path) -> None:
