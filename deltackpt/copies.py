@@ -1,6 +1,6 @@
 """Full copies of what ranks hold: a piece of each part, put by who holds it, and files, each put together by one rank.
 
-No rank has more than some 16 MiB of what others hold. A file has one writer, so that any store will do; the price is
+No rank has more than some 80 MiB of what others hold. A file has one writer, so that any store will do; the price is
 that every byte is put twice. `AnchorTry` makes an anchor in this way, beside what is published next.
 """
 

@@ -218,14 +218,14 @@ def test_a_version_that_is_killed_with_its_group_at_any_stage_is_swept_by_the_ne
 ) -> None:
     warm.run(tmp_path, "hsdp", [0])
     stages = [
-        ("before-arrival", 3), ("after-arrival", 0), ("plan", 0), ("encode", 1), ("upload", 2), ("uploaded", 3),
-        ("claimed", 1), ("decided", 0), ("commit", 0), ("committed", 0),
+        ("before-arrival", 3), ("plan", 0), ("encode", 1), ("upload", 2), ("uploaded", 3), ("decided", 0),
+        ("commit", 0), ("committed", 0),
     ]  # fmt: skip
     for step, (stage, rank) in enumerate(stages):
         # What the group before this one was killed in is published first.
         outcome = warm.run(tmp_path, "hsdp", [step, step + 1], faults={rank: (stage, step + 1, "KILL")}, together=True)
         assert outcome.codes == [-9] * 4, outcome.logs
-    outcome = warm.run(tmp_path, "rows", [10, 11], size=3)
+    outcome = warm.run(tmp_path, "rows", [8, 9], size=3)
     assert [line[0] for line in outcome.said[0]] == ["version", "version"]
     clean(tmp_path / "store")
 
@@ -238,7 +238,7 @@ def prune_later(store: Path) -> None:
     prune_store(open_store(str(store)), keep_every=1, dry_run=False, clock=lambda of: store_now(of) + 2 * LITTER_S)
 
 
-@pytest.mark.parametrize("kind", ["hsdp", "columns", "stages"])
+@pytest.mark.parametrize("kind", ["hsdp", "columns"])
 def test_ranks_make_the_anchors_that_one_process_would(warm: ranks.Ranks, tmp_path: Path, kind: str) -> None:
     outcome = warm.run(tmp_path, kind, [0, 1, 2], anchors=True, rest=True)
     assert outcome.codes == [0, 0, 0, 0], outcome.logs
