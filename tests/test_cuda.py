@@ -218,6 +218,15 @@ def test_frames_that_make_up_no_columns_are_refused_before_room_is_made(field: s
         cuda._require_columns(tables, wrong)
 
 
+def test_version_of_which_nothing_is_here_has_no_columns() -> None:
+    """As for a rank whose groups did not change: shards were fetched, and no frame of them."""
+    tables = cuda._tables(Layout(["a"], ["BF16"], [(TILE,)]), torch.device("cpu"))
+    decoded, _, checks = cuda._decode_on_device(tables, [], [], None)
+    on_host, held = cuda._decode_on_host(tables, [], 1)
+    joined = cuda._Columns.joined([decoded, on_host])
+    assert (joined.tiles, len(joined.records), len(joined.group), checks, held) == (0, 0, 0, [], [])
+
+
 def test_group_with_more_changes_than_elements_is_refused_before_room_is_made() -> None:
     layout = Layout(["a"], ["U8"], [(TILE,)])
     tables = cuda._tables(layout, torch.device("cpu"))
