@@ -181,7 +181,7 @@ def interrupt(number: int, times: int) -> None:
     Before it goes on, the main thread gets the time to do what it must not do yet. times: each is sent when the one
     before has been noticed.
     """
-    from deltackpt import backend
+    from deltackpt import backend, pool
 
     count = itertools.count(1)
     signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -200,8 +200,8 @@ def interrupt(number: int, times: int) -> None:
 
         return work
 
-    for name in ("apply_slice", "check", "extract", "fingerprint"):
-        setattr(backend, name, watched(getattr(backend, name)))
+    for module, name in ((backend, "apply_slice"), (backend, "check"), (backend, "extract"), (pool, "fingerprint")):
+        setattr(module, name, watched(getattr(module, name)))
 
 
 class Stopped(Exception):
