@@ -910,7 +910,7 @@ class Cuda:
         return self._encode(layout, 0, old, new, codec, form)
 
     def encode_part(self, partition: Partition, part: int, old: U64, new: U64, *, codec: str, form: str) -> Extraction:
-        """See backend.BoxDevice."""
+        """Compare two copies of the boxes of a part, as ranks hold them; see backend.encode_part."""
         return self._encode(partition, part, old, new, codec, form)
 
     def _encode(self, tiling: Tiling, part: int, old: U64, new: U64, codec: str, form: str) -> Extraction:
