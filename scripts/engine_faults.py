@@ -170,7 +170,7 @@ def faults(root: Path, route: str) -> dict[str, Any]:
     for version in range(3):
         publish_folder(str(root / f"v{version}"), str(work / "store"), run_id="r", step=version)
     flag = work / "fail"
-    injected = extend(work / "injected", "injected", INJECTED.format(flag=flag))
+    injected = extend(work / "injected", "injected", INJECTED.format(flag=str(flag)))
     fresh = [json.loads((root / f"fresh-{v}.json").read_text())["answers"][0] for v in range(3)]
     known = {json.dumps([tokens[:1], chances[:1]]) for tokens, chances in fresh}
     counted: Counter[str] = Counter()
