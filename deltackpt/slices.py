@@ -83,7 +83,7 @@ class SliceTarget(TensorTarget):
 
     def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
         """Return the version that is held; see TensorTarget. Slices that were given other memory are looked through."""
-        if self._held is None or self._held.watch(np.ones(len(self._held.layout.names), bool))() is None:
+        if self._held is None or self._held.moved() is None:
             return super().open(reader, reseed=reseed)
         before, self._word, self._layout = self._table, self._version, None
         version = super().open(reader, reseed=reseed)
@@ -149,9 +149,9 @@ class _Direct(TensorMemory):
     def forget(self) -> None:
         """Nothing to forget."""
 
-    def watch(self, some: Mask) -> Callable[[], str | None]:
-        """Return what says which of the boxes of some tensors was given other memory."""
-        return self._boxes.watch(some)
+    def moved(self) -> str | None:
+        """Return the name of a tensor of which a box was given other memory since, None if there is none."""
+        return self._boxes.moved()
 
 
 def _slice(given: Slice | tuple[str, torch.Tensor]) -> Slice:
@@ -204,16 +204,10 @@ class Held:
                 raise ConfigError(f"slices {self.labels[i]} and {self.labels[j]} share memory, but are other boxes")
         self._reaches: dict[str, Reach] = {}
 
-    def watch(self, some: Mask) -> Callable[[], str | None]:
-        """Return what says, whenever it is called, which box of some tensors was given other memory."""
-        which = np.flatnonzero(some[self.tensor])
-        tensors, found = [self.tensors[i] for i in which.tolist()], self.address[which]
-
-        def moved() -> str | None:
-            at = first_moved(tensors, found)
-            return None if at is None else self.layout.names[int(self.tensor[which[at]])]
-
-        return moved
+    def moved(self) -> str | None:
+        """Return the name of a tensor of which a box was given other memory since, None if there is none."""
+        at = first_moved(self.tensors, self.address)
+        return None if at is None else self.layout.names[int(self.tensor[at])]
 
     def names(self, chosen: Mask) -> list[str]:
         """Return the names of the tensors of some boxes."""

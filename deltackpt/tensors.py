@@ -319,15 +319,17 @@ class TensorTarget:
     def open(self, reader: Reader, *, reseed: bool = False) -> int | None:
         """Return the version that the tensors are proven to hold; None: they must be reseeded.
 
-        Raises ConfigError naming the tensor whose dtype, shape or name does not fit the store.
+        Tensors that were given other memory since are proven again. Raises ConfigError naming the tensor whose dtype,
+        shape or name does not fit the store.
         """
         head = reader.head
         if head is None:
             raise ConfigError(f"{reader.store.url} has no version yet; publish one first")
         layout = reader.layout(head.manifest.layout)
-        if self._layout is None or self._layout.digest != layout.digest:
+        moved = self._memory is not None and self._memory.moved() is not None
+        if self._layout is None or self._layout.digest != layout.digest or moved:
             self._require_fit(layout)
-            self._layout, self._version = layout, None
+            self._layout, self._version, self._memory = layout, None, None
         if reseed or self._poisoned:
             return None
         if self._version is None:
@@ -374,8 +376,8 @@ class TensorTarget:
                 raise ConfigError(f"tensor {name} is not published and would go stale; leave it out of the target")
 
     def memory(self, layout: Layout, device: Device) -> Memory:
-        """Return addresses for all tensors of the layout, as they are now; see Memory."""
-        if self._memory is None or self._memory.layout is not layout or self._memory.moved() is not None:
+        """Return addresses for all tensors of the layout, as they were when they were proven; see Memory."""
+        if self._memory is None or self._memory.layout is not layout:
             self._memory = Memory(layout, self._tensors, self._twins, device)
         return self._memory
 
@@ -473,7 +475,6 @@ class Memory:
         self._shadows: dict[int, torch.Tensor] = {}
         self._in_order = [tensors[n] for n in layout.names]
         self._found = look_up(self._in_order)
-        self.moved = self.watch(np.ones(len(self._in_order), bool))
         indirect = np.array([n in twins or not tensors[n].is_contiguous() for n in layout.names], bool)
         self._indirect = np.flatnonzero(indirect & (layout.nbytes > 0)).tolist()
         self._own = np.zeros(len(layout.names), np.uint64)
@@ -482,16 +483,10 @@ class Memory:
         self._held_shadows: list[object] = []
         self.addresses = self._own.copy()
 
-    def watch(self, some: Mask) -> Callable[[], str | None]:
-        """Return what says, whenever it is called, which of some tensors was given other memory, None if none was."""
-        which = np.flatnonzero(some)
-        tensors, found = [self._in_order[i] for i in which.tolist()], self._found[which]
-
-        def moved() -> str | None:
-            at = first_moved(tensors, found)
-            return None if at is None else self.layout.names[int(which[at])]
-
-        return moved
+    def moved(self) -> str | None:
+        """Return the name of a tensor that was given other memory since, None if there is none."""
+        at = first_moved(self._in_order, self._found)
+        return None if at is None else self.layout.names[at]
 
     def shadow(self, wanted: Mask) -> None:
         """Make shadows of the indirect tensors that are wanted, from what they hold now."""
@@ -544,7 +539,6 @@ class StagedTensors:
         self._touched = np.zeros(len(layout.names), bool)
         for delta, _ in self.deltas:
             self._touched |= delta.fingerprints != 0
-        self._moved = self.memory.watch(self._touched)
 
     def _fetch(self, reader: Reader, versions: Sequence[int]) -> Generator[Delta]:
         """Fetch of each version what this target needs."""
@@ -568,14 +562,15 @@ class StagedTensors:
             raise Poisoned("an earlier apply did not finish; prepare again to reseed")
         target._poisoned, target._version = True, None
         if self.anchor is not None:
+            target._memory = None  # nothing of what is there is relied on: wherever it is now
+            self.memory = target.memory(self.layout, self.device)
             self._reseed(self.anchor)
-        memory, look = self.memory, self._moved
-        if self.anchor is not None:
-            memory = target.memory(self.layout, self.device)
-            look = memory.watch(self._touched)
+        memory = self.memory
         memory.shadow(self._touched)
         found: list[str | None] = []
-        wrong = self._apply(memory, lambda: found.append(look()))
+        wrong = self._apply(memory, lambda: found.append(memory.moved()))
+        if not self.deltas:
+            found.append(memory.moved())
         if (moved := next(iter(found), None)) is not None:
             self._undo(len(self.deltas) if wrong is None else 0, memory)
             memory.forget()
@@ -631,7 +626,9 @@ class StagedTensors:
         target._poisoned, target._version = True, None
         if self.anchor is not None:
             return None
-        memory = target.memory(self.layout, self.device)
+        memory = self.memory
+        if (moved := memory.moved()) is not None:
+            raise Poisoned(f"undoing version {self.version}: tensor {moved} was given other memory since; reseed")
         memory.shadow(self._touched)
         wrong = self._undo(len(self.deltas), memory)
         memory.write_back()
@@ -642,7 +639,7 @@ class StagedTensors:
 
     def _reseed(self, anchor: AnchorSource) -> None:
         """Overwrite every tensor from an anchor and prove the result."""
-        memory = self.target.memory(self.layout, self.device)
+        memory = self.memory
         memory.shadow(np.ones(len(self.layout.names), bool))
         read_anchor(anchor, self.device, memory.addresses, self.threads)
         found = self.device.fingerprints(self.layout, memory.addresses)

@@ -304,6 +304,18 @@ def test_slices_that_are_given_other_memory_are_not_taken_for_those_that_were_st
     assert raws(slices) == due(made, 2, slices)
 
 
+def test_slices_that_are_given_other_memory_before_an_anchor_is_read_are_named(made: Stream) -> None:
+    slices = slices_of(LAYOUT, [bytes(n) for n in LAYOUT.nbytes.tolist()], [(0, ((0, 64), (3, 20)))])
+    follower = Follower(made.url, SliceTarget(slices))
+    prepared = follower.prepare(0)
+    assert prepared is not None
+    slices[0].tensor.data = slices[0].tensor.clone()
+    with pytest.raises(ConfigError, match="tensor a was given other memory since it was staged; prepare again"):
+        prepared.apply()
+    move(follower, 0)
+    assert raws(slices) == due(made, 0, slices)
+
+
 def test_apply_can_be_taken_back(made: Stream) -> None:
     slices = slices_of(LAYOUT, made.contents[0], [(0, ((0, 64), (3, 20))), (2, whole(LAYOUT, 2))])
     target = SliceTarget(slices, version=0)

@@ -18,7 +18,7 @@ from deltackpt.kernels import view
 from deltackpt.publish import Publisher
 from deltackpt.reader import Reader
 from deltackpt.store import open_store
-from deltackpt.tensors import Choice, TensorTarget, choose, collect, find_twins
+from deltackpt.tensors import Choice, StagedTensors, TensorTarget, choose, collect, find_twins
 
 torch = pytest.importorskip("torch")
 
@@ -548,6 +548,13 @@ def test_target_and_publisher_refuse_a_backend_before_anything_is_written(store:
 # ---------------------------------------------------------------- looked up outside the pause
 
 
+def move(follower: Follower) -> Prepared:
+    prepared = follower.prepare()
+    assert prepared is not None
+    prepared.apply()
+    return prepared
+
+
 def test_tensor_that_was_given_other_memory_since_it_was_staged_is_named_and_nothing_is_written(store: Path) -> None:
     trainer = {"a": torch.arange(100.0), "b": torch.arange(50.0)}
     live = {name: torch.nn.Parameter(torch.zeros_like(t)) for name, t in trainer.items()}
@@ -573,6 +580,57 @@ def test_tensor_that_was_given_other_memory_since_it_was_staged_is_named_and_not
         assert again.apply() == 1
     assert live["a"].tolist() == trainer["a"].tolist()
     assert live["b"].tolist() == trainer["b"].tolist()
+
+
+def test_tensor_that_does_not_change_is_looked_up_in_the_pause_too(store: Path) -> None:
+    trainer = {"a": torch.arange(100.0), "b": torch.arange(50.0)}
+    live = {name: torch.nn.Parameter(torch.zeros_like(t)) for name, t in trainer.items()}
+    with Publisher(str(store), anchors=False) as publisher, Follower(str(store), TensorTarget(live)) as follower:
+        publisher.publish(trainer)
+        move(follower)
+        trainer["a"][3] = 7.0
+        publisher.publish(trainer)
+        staged = follower.prepare()
+        assert staged is not None
+        live["b"].data = torch.ones(50)
+        with pytest.raises(ConfigError, match="tensor b was given other memory since it was staged; prepare again"):
+            staged.apply()
+        assert live["a"].tolist() == list(range(100))
+
+
+def test_other_memory_is_believed_only_when_it_was_proven_again(store: Path) -> None:
+    """As after sleep and wake: the tensor that no delta changes has other bytes where it is now."""
+    trainer = {"a": torch.arange(100.0), "b": torch.arange(50.0)}
+    live = {name: torch.nn.Parameter(torch.zeros_like(t)) for name, t in trainer.items()}
+    target = TensorTarget(live)
+    with Publisher(str(store), anchors=False) as publisher, Follower(str(store), target) as follower:
+        publisher.publish(trainer)
+        move(follower)
+        live["b"].data = live["b"].data.clone()
+        assert target.open(follower.reader) == 0
+        live["b"].data = torch.ones(50)
+        trainer["a"][3] = 7.0
+        publisher.publish(trainer)
+        move(follower)
+    assert live["a"].tolist() == trainer["a"].tolist()
+    assert live["b"].tolist() == trainer["b"].tolist()
+
+
+def test_undo_in_other_memory_is_refused(store: Path) -> None:
+    trainer = {"a": torch.arange(100.0)}
+    live = {"a": torch.nn.Parameter(torch.zeros(100))}
+    with Publisher(str(store), anchors=False) as publisher, Follower(str(store), TensorTarget(live)) as follower:
+        publisher.publish(trainer)
+        move(follower)
+        trainer["a"][3] = 7.0
+        publisher.publish(trainer)
+        applied = move(follower)
+        assert isinstance(applied.staging, StagedTensors)
+        live["a"].data = live["a"].data.clone()
+        with pytest.raises(Poisoned, match="undoing version 1: tensor a was given other memory since; reseed"):
+            applied.staging.undo()
+        move(follower)  # reseeds
+    assert live["a"].tolist() == trainer["a"].tolist()
 
 
 def test_tensors_that_look_as_before_are_recognised_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
