@@ -45,8 +45,8 @@ from deltackpt.pool import PIECE, default_threads, fingerprints, in_order, row_a
 from deltackpt.shard import COUNTS, DENSE, GAP, MASK, MASK_FRAME, PLANE_FRAME, VALUE, EncodedGroup, Fetched, Frame
 
 __all__ = [
-    "PIECE", "READ", "SET", "XOR", "Staged", "apply", "apply_rows", "decode", "decode_group", "default_threads",
-    "encode", "encode_part", "fingerprints", "in_order", "pack", "part_fingerprints", "submit",
+    "READ", "SET", "XOR", "Staged", "apply", "apply_rows", "decode", "decode_group", "encode", "encode_part",
+    "fingerprints", "pack", "part_fingerprints",
 ]  # fmt: skip
 
 A = TypeVar("A")

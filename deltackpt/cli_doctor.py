@@ -76,8 +76,8 @@ def _doctor_machine(path: str | None) -> dict[str, object]:
     import shutil
     import tempfile
 
-    from deltackpt.backend import default_threads
     from deltackpt.bench import machine
+    from deltackpt.pool import default_threads
 
     where = machine()
     versions = {**where.versions, **_installed("click", "msgspec", "rich", "safetensors", "torch")}

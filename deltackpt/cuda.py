@@ -30,6 +30,7 @@ from deltackpt.errors import ConfigError, FormatError, Poisoned
 from deltackpt.kernels import U8, Columns, Place, first_elements
 from deltackpt.layout import I64, TILE, Layout, Segments, Tiling
 from deltackpt.partition import Partition
+from deltackpt.pool import default_threads, in_order, submit
 from deltackpt.shard import ALIGN, COUNTS, DENSE, FRAME, GAP, MASK, PLANE_FRAME, VALUE, EncodedGroup, Fetched, Frame
 
 if TYPE_CHECKING:
@@ -399,7 +400,7 @@ class Extraction:
     ) -> None:
         self.tables, self.form = tables, form
         self._address, self._part = address, part
-        self._codec, self._threads = codec, threads or backend.default_threads()
+        self._codec, self._threads = codec, threads or default_threads()
         self._parts: list[tuple[_Columns, Callable[[], Future[list[tuple[Frame, ...]]]]]] = []
         self.fp: U64 = np.empty(0, np.uint64)
         self.changed: I64 = np.empty(0, np.int64)
@@ -412,7 +413,7 @@ class Extraction:
         stream.wait_stream(torch.cuda.current_stream())
         if self.form == "sparse" and self._codec in _ON_DEVICE and libnvcomp.installed():
             # At once: no thread of the CPU is busy with it.
-            made = backend.submit(1, partial(self._on_device, shape, columns))
+            made = submit(1, partial(self._on_device, shape, columns))
             self._parts.append((columns, lambda: made))
             return
         with torch.cuda.stream(stream):
@@ -422,7 +423,7 @@ class Extraction:
             ready.record()
         # Not before the trainer may go on: threads that compress would hold up the one that extracts.
         work = partial(self._on_host, shape, host, ready)
-        self._parts.append((columns, lambda: backend.submit(1, work)))
+        self._parts.append((columns, lambda: submit(1, work)))
 
     def _on_host(self, shape: _Shape, host: torch.Tensor, ready: torch.cuda.Event) -> list[tuple[Frame, ...]]:
         """Compress on the CPU."""
@@ -441,7 +442,7 @@ class Extraction:
         if self._codec == codecs.ZSTD:
             stored = codecs.encode_many(self._codec, cuts, self._threads)
         else:
-            stored = list(backend.in_order(partial(codecs.encode, self._codec), cuts, self._threads))
+            stored = list(in_order(partial(codecs.encode, self._codec), cuts, self._threads))
         return _by_row(len(shape.group), row, plane, nbytes, stored)
 
     def _on_device(self, shape: _Shape, columns: _Columns) -> list[tuple[Frame, ...]]:
@@ -822,7 +823,7 @@ def _decode_on_host(
         columns = backend.decode_columns(tables.tiling, group, frames, threads=1, allocate=allocate)
         return group, columns.gaps.shape[1], columns.dense.shape[1], held[0]
 
-    found = list(backend.in_order(work, groups, threads))
+    found = list(in_order(work, groups, threads))
     group, k, d = (np.array([f[i] for f in found], np.int64) for i in range(3))
     shape = _Shape(tables, group, k, d, align=1)
     memory = torch.empty(max(1, shape.nbytes), dtype=torch.uint8, device=tables.device)

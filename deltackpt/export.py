@@ -25,7 +25,7 @@ import xxhash
 
 from deltackpt import backend
 from deltackpt.anchor import scratch_folder
-from deltackpt.backend import Cpu, in_order
+from deltackpt.backend import Cpu
 from deltackpt.chain import Step, plan
 from deltackpt.checkpoint import Folder, addresses, mapped
 from deltackpt.codec import Bytes
@@ -36,6 +36,7 @@ from deltackpt.kernels import U8, view
 from deltackpt.layout import Layout
 from deltackpt.lease import Keeper, Lease, lease_id
 from deltackpt.manifest import LEVEL
+from deltackpt.pool import in_order
 from deltackpt.reader import Delta, Reader, compare_fingerprints, named
 from deltackpt.shard import header_bytes
 from deltackpt.store import LocalStore, Store, store_error, sync_folder

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deltackpt import backend
-from deltackpt.backend import Cpu, in_order
+from deltackpt.backend import Cpu
 from deltackpt.checkpoint import open_folder
 from deltackpt.digest import fp_hex, state_fingerprint
 from deltackpt.errors import ChainError, ConfigError, FormatError, IntegrityError, StoreError, Unavailable
 from deltackpt.export import Copy, poll
 from deltackpt.manifest import Manifest
+from deltackpt.pool import in_order
 from deltackpt.publish import Publisher, publish_folder
 from deltackpt.reader import Reader
 from deltackpt.store import Store

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from deltackpt.backend import Staged, decode_group, in_order
+from deltackpt.backend import Staged, decode_group
 from deltackpt.chain import Entry, History, Plan, check_link, newest_with_state, plan
 from deltackpt.checkpoint import Checkpoint, read_header
 from deltackpt.digest import U64, fp_hex, sha256, state_fingerprint, xxh3_64
@@ -46,6 +46,7 @@ from deltackpt.manifest import (
     require_level,
 )
 from deltackpt.partition import MAX_PARTITION, Partition
+from deltackpt.pool import in_order
 from deltackpt.shard import ALIGN, Fetched, Frame, Index, header_length, parse_header, parse_index
 from deltackpt.store import LocalStore, Store, read
 

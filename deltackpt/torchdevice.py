@@ -20,11 +20,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from deltackpt.backend import PIECE, HostEncoding, Piece, Staged, decode_group, encode_extracted, in_order
+from deltackpt.backend import HostEncoding, Piece, Staged, decode_group, encode_extracted
 from deltackpt.digest import U64
 from deltackpt.errors import ConfigError, DeltaError, Poisoned
 from deltackpt.kernels import DENSE, U16, extracted, view
 from deltackpt.layout import I64, TILE, Layout, Segments, Tiling
+from deltackpt.pool import PIECE, in_order
 from deltackpt.shard import Fetched, Frame
 
 if TYPE_CHECKING:
