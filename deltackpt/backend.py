@@ -187,11 +187,10 @@ class _Group:
         self.touched[tensors] = True
 
     def compress(self, plane: int, block: int, raw: U8) -> None:
-        outer = plane == MASK and self.codec in (codecs.DEFLATE, codecs.LZ4, codecs.SNAPPY)
         if self.threads == 1:
-            self.frames.append((plane, block, compress(plane, block, self.codec, raw, outer)))
+            self.frames.append((plane, block, compress(plane, block, self.codec, raw)))
         else:
-            task = submit(self.threads, partial(compress, plane, block, self.codec, raw, outer))
+            task = submit(self.threads, partial(compress, plane, block, self.codec, raw))
             self.frames.append((plane, block, task))
 
     def finish(self) -> EncodedGroup | None:
@@ -211,10 +210,11 @@ class _Group:
         raise AssertionError("a form flushes its own planes")
 
 
-def compress(plane: int, block: int, codec: int, raw: U8, outer: bool) -> Frame:
+def compress(plane: int, block: int, codec: int, raw: U8) -> Frame:
+    """Compress a frame; one of a mask with zstd around it, unless that is its codec."""
     used, stored = codecs.encode(codec, raw)
     wrap = codecs.RAW
-    if outer and used != codecs.RAW:
+    if plane == MASK and used in (codecs.DEFLATE, codecs.LZ4, codecs.SNAPPY):
         wrap, stored = codecs.encode(codecs.ZSTD, stored)
     return Frame(plane, block, used, wrap, len(raw), stored)
 
@@ -273,14 +273,6 @@ class _MaskGroup(_Group):
     def flush(self) -> None:
         for raw in self.mask.rest():
             self._store(raw)
-
-
-def mask_frames(tiling: Tiling, group: int, columns: Columns, codec: int, threads: int) -> tuple[Frame, ...]:
-    """Return the mask form of a group of which the columns are known."""
-    made = _MaskGroup(group, tiling, codec, threads)
-    for piece in slices(tiling.groups[group], columns, PIECE):
-        made.feed(piece, columns)
-    return made.finished()
 
 
 def pack(tiling: Tiling, staged: Staged) -> EncodedGroup:
@@ -369,8 +361,7 @@ def decode_columns(
 def _decompress(frame: Frame) -> Bytes:
     stored = frame.stored
     if frame.outer == codecs.ZSTD:
-        # No inner codec grows a frame by more than this.
-        stored = codecs.decode_bounded(stored, frame.raw + frame.raw // 6 + 64)
+        stored = codecs.decode_bounded(stored, codecs.inner_limit(frame.raw))
     elif frame.outer != codecs.RAW:
         raise FormatError(f"outer codec number {frame.outer} is unknown")
     return codecs.decode(frame.codec, stored, frame.raw)

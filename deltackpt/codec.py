@@ -169,12 +169,22 @@ def decode(codec: int, stored: Bytes, nbytes: int) -> Bytes:
     return raw
 
 
-def decode_bounded(stored: Bytes, limit: int) -> Bytes:
-    """Take the outer zstd off a frame; what is inside may have any length up to `limit` bytes."""
+def inner_limit(nbytes: int) -> int:
+    """Return the most bytes that an inner codec makes of a frame of `nbytes`: none grows it by more."""
+    return nbytes + nbytes // 6 + 64
+
+
+def content_size(stored: Bytes, limit: int) -> int:
+    """Return the length of what is inside an outer zstd frame. Raises FormatError for more than `limit` bytes."""
     try:
         declared = zstandard.get_frame_parameters(bytes(stored[:18])).content_size
     except zstandard.ZstdError as exc:
         raise FormatError(f"outer zstd frame: {exc}") from exc
     if declared > limit:
         raise FormatError(f"outer zstd frame declares {declared} bytes, at most {limit} are possible")
-    return decode(ZSTD, stored, declared)
+    return declared
+
+
+def decode_bounded(stored: Bytes, limit: int) -> Bytes:
+    """Take the outer zstd off a frame; what is inside may have any length up to `limit` bytes."""
+    return decode(ZSTD, stored, content_size(stored, limit))

@@ -293,6 +293,33 @@ __device__ __forceinline__ const Group* find(const Group* groups, int n, u32 at)
   return groups + low;
 }
 
+// The tile of this warp in a launch over columns, one warp a tile. t: its number in its group; n: its count; first:
+// element of its row at which it begins; length: its elements.
+struct Changed {
+  const Group* g;
+  u32 t, row;
+  u16 n;
+  u64 first;
+  int length, lane;
+
+  // Whether there is such a tile, and something in it changed.
+  __device__ __forceinline__ bool find(Rows rows, const Group* groups, u32 n_groups, u32 tiles) {
+    u32 at = (u32)(((u64)blockIdx.x * THREADS + threadIdx.x) >> 5);
+    lane = threadIdx.x & 31;
+    if (at >= tiles) return false;
+    g = ::find(groups, n_groups, at);
+    t = at - g->before;
+    n = g->counts[t];
+    if (n == 0) return false;
+    u32 tile = g->first_tile + t;
+    row = rows.tile_row[tile];
+    first = (u64)rows.tile_index[tile] * TILE;
+    u64 left = rows.count[row] - first;
+    length = left < TILE ? (int)left : TILE;
+    return true;
+  }
+};
+
 // One warp a tile: from where it was taken down to its place in its group. taken: as Group.offset, but counted from the
 // first tile of the window.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -367,19 +394,15 @@ extern "C" __global__ void scan(ROWS, const Group* groups, int* bad) {
 // not. Nothing is read of groups that `scan` found wrong.
 extern "C" __global__ void __launch_bounds__(THREADS)
 check(ROWS, const Group* groups, u32 n_groups, u32 tiles, int* bad) {
-  u32 at = (u32)(((u64)blockIdx.x * THREADS + threadIdx.x) >> 5);
-  int lane = threadIdx.x & 31;
-  if (at >= tiles) return;
-  const Group& g = *find(groups, n_groups, at);
-  u32 t = at - g.before, tile = g.first_tile + t;
-  u16 n = g.counts[t];
-  if (n == 0 || n == DENSE) return;
-  u64 left = count[tile_row[tile]] - (u64)tile_index[tile] * TILE, k = g.offset[t] & 0xFFFFFFFFull;
-  if (k + n > g.k) return;
+  Changed c;
+  if (!c.find({tile_row, tile_index, count, start}, groups, n_groups, tiles) || c.n == DENSE) return;
+  const Group& g = *c.g;
+  u64 k = g.offset[c.t] & 0xFFFFFFFFull;
+  if (k + c.n > g.k) return;
   u32 sum = 0;
-  for (int i = lane; i < n; i += 32) sum += 1 + g.gaps[k + i] + (g.gaps[g.stride + k + i] << 8);
+  for (int i = c.lane; i < c.n; i += 32) sum += 1 + g.gaps[k + i] + (g.gaps[g.stride + k + i] << 8);
   sum = warp_sum(sum);
-  if (lane == 0 && sum > (left < TILE ? left : TILE)) atomicMax(bad + 1, (int)at);
+  if (c.lane == 0 && sum > (u32)c.length) atomicMax(bad + 1, (int)(g.before + c.t));
 }
 
 // ---------------------------------------------------------------- apply
@@ -473,32 +496,25 @@ __device__ u64 apply_tile(const Group& g, u32 t, u16 n, const P& place, int leng
   return sum;
 }
 
-template <typename P> __device__ u64 apply_tile(const Group& g, u32 t, u16 n, const P& place, int length, int lane) {
-  switch (g.width) {
-    case 1: return apply_tile<1>(g, t, n, place, length, lane);
-    case 2: return apply_tile<2>(g, t, n, place, length, lane);
-    case 4: return apply_tile<4>(g, t, n, place, length, lane);
-    default: return apply_tile<8>(g, t, n, place, length, lane);
+template <typename P> __device__ u64 apply_tile(const Changed& c, const P& place) {
+  switch (c.g->width) {
+    case 1: return apply_tile<1>(*c.g, c.t, c.n, place, c.length, c.lane);
+    case 2: return apply_tile<2>(*c.g, c.t, c.n, place, c.length, c.lane);
+    case 4: return apply_tile<4>(*c.g, c.t, c.n, place, c.length, c.lane);
+    default: return apply_tile<8>(*c.g, c.t, c.n, place, c.length, c.lane);
   }
 }
 
 // Rows that lie side by side; those at address 0 are not here, or scatter's.
 extern "C" __global__ void __launch_bounds__(THREADS)
 apply(ROWS, const u64* row_at, const Group* groups, u32 n_groups, u32 tiles, u64* fp) {
-  u32 at = (u32)(((u64)blockIdx.x * THREADS + threadIdx.x) >> 5);
-  int lane = threadIdx.x & 31;
-  if (at >= tiles) return;
-  const Group& g = *find(groups, n_groups, at);
-  u32 t = at - g.before;
-  u16 n = g.counts[t];
-  if (n == 0) return;
-  u32 tile = g.first_tile + t, row = tile_row[tile];
-  u64 memory = row_at[row];
+  Changed c;
+  if (!c.find({tile_row, tile_index, count, start}, groups, n_groups, tiles)) return;
+  u64 memory = row_at[c.row];
   if (memory == 0) return;
-  u64 first = (u64)tile_index[tile] * TILE, left = count[row] - first;
-  Run place = {(u8*)memory + first * g.width, start[row] + first};
-  u64 sum = warp_sum(apply_tile(g, t, n, place, left < TILE ? (int)left : TILE, lane));
-  if (lane == 0) atomicAdd(fp + row, sum);
+  Run place = {(u8*)memory + c.first * c.g->width, start[c.row] + c.first};
+  u64 sum = warp_sum(apply_tile(c, place));
+  if (c.lane == 0) atomicAdd(fp + c.row, sum);
 }
 
 // Rows that are boxes, or meet one; those at address 0 are not here, or apply's. Per row: row_start, the element of its
@@ -506,20 +522,12 @@ apply(ROWS, const u64* row_at, const Group* groups, u32 n_groups, u32 tiles, u64
 extern "C" __global__ void __launch_bounds__(THREADS)
 scatter(ROWS, const u64* row_start, const u64* box_at, const u64* box_first, const s64* levels, u32 n_levels,
         const Group* groups, u32 n_groups, u32 tiles, u32 writes, u64* fp) {
-  u32 at = (u32)(((u64)blockIdx.x * THREADS + threadIdx.x) >> 5);
-  int lane = threadIdx.x & 31;
-  if (at >= tiles) return;
-  const Group& g = *find(groups, n_groups, at);
-  u32 t = at - g.before;
-  u16 n = g.counts[t];
-  if (n == 0) return;
-  u32 tile = g.first_tile + t, row = tile_row[tile];
-  if (box_at[row] == 0) return;
-  u64 first = (u64)tile_index[tile] * TILE, left = count[row] - first;
-  const s64* mine = levels + (u64)row * n_levels * 5;
-  Box place = {writes != 0, (u8*)box_at[row], box_first[row], row_start[row] + first, mine, (int)n_levels};
-  u64 sum = warp_sum(apply_tile(g, t, n, place, left < TILE ? (int)left : TILE, lane));
-  if (lane == 0) atomicAdd(fp + row, sum);
+  Changed c;
+  if (!c.find({tile_row, tile_index, count, start}, groups, n_groups, tiles) || box_at[c.row] == 0) return;
+  const s64* mine = levels + (u64)c.row * n_levels * 5;
+  Box place = {writes != 0, (u8*)box_at[c.row], box_first[c.row], row_start[c.row] + c.first, mine, (int)n_levels};
+  u64 sum = warp_sum(apply_tile(c, place));
+  if (c.lane == 0) atomicAdd(fp + c.row, sum);
 }
 
 // ---------------------------------------------------------------- fingerprint

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from deltackpt import backend, cuda, nvcomp
+from deltackpt import backend, cuda, extraction, launch, masks, nvcomp, window
 from deltackpt.digest import U64
 from deltackpt.holding import Slice
 from deltackpt.layout import Layout
@@ -71,7 +71,8 @@ def stored(tiling: Layout | Partition, groups: list[EncodedGroup], device: cuda.
 
 WAYS = (
     ("zstd", "sparse", "cpu", None), ("zstd", "sparse", "nvcomp", None), ("ans", "sparse", "nvcomp", None),
-    ("deflate", "sparse", "arenas", nvcomp.CUDA), ("lz4", "mask", "nvcomp", None), ("zstd", "mask", "cpu", None),
+    ("deflate", "sparse", "arenas", nvcomp.CUDA), ("lz4", "mask", "nvcomp", None), ("zstd", "mask", "nvcomp", None),
+    ("snappy", "mask", "arenas", nvcomp.CUDA), ("deflate", "mask", "cpu", None), ("raw", "mask", "nvcomp", None),
 )  # fmt: skip
 """Codec and form of what is published, who decodes it, and the engine of `cuda.Cuda`."""
 
@@ -95,11 +96,12 @@ def compare(seed: int) -> None:
     host = [[place(c, s, torch.device("cpu")) for c, s in zip(side, shifts, strict=True)] for side in (old, new)]
     on_gpu = [[place(c, s, DEVICE) for c, s in zip(side, shifts, strict=True)] for side in (old, new)]
     expected = list(backend.encode(layout, addresses(host[0]), addresses(host[1]), threads=2))
-    made = cuda.extract(layout, addresses(on_gpu[0]), addresses(on_gpu[1]), DEVICE, threads=4)
+    made = extraction.extract(layout, addresses(on_gpu[0]), addresses(on_gpu[1]), DEVICE, threads=4)
     same(expected, list(made.groups()))
     total = np.zeros(n, np.uint64)
     for group in expected:
         total[group.tensor] += group.fingerprint
+    masks.BATCH = int(rng.choice([1 << 20, 1 << 30]))  # every group by itself, or all at once
     for codec, form, decoder, engine in WAYS:
         tensors = [place(c, s, DEVICE) for c, s in zip(old, shifts, strict=True)]
         device = cuda.Cuda(str(DEVICE), 4, engine)
@@ -240,15 +242,14 @@ def weights(n: int, density: float, width: int) -> tuple[torch.Tensor, torch.Ten
     return old, new
 
 
-def extract_only(tables: cuda._Tables, old: U64, new: U64) -> None:
+def extract_only(tables: launch.Tables, old: U64, new: U64) -> None:
     """Extract and put in order, window after window; nothing goes to the host but the sums."""
-    kernels = cuda._kernels(0)
     sides = (tables.whole(old).runs, tables.whole(new).runs)
-    sums = (cuda._sums(tables), cuda._sums(tables))
-    for groups in cuda._windows(tables, range(len(tables.group_tiles))):
-        window = cuda._Window(tables, groups)
-        window.extract(kernels, sides, sums)
-        window.compact(kernels, sides, sums)
+    sums = (launch.row_sums(tables), launch.row_sums(tables))
+    for groups in window.windows(tables, range(len(tables.group_tiles))):
+        one = window.Window(tables, groups)
+        one.extract(sides, sums)
+        one.compact(sides, sums)
 
 
 def speed(gb: float) -> list[dict[str, object]]:
@@ -262,7 +263,7 @@ def speed(gb: float) -> list[dict[str, object]]:
         a, b = addresses([old]), addresses([new])
         copy = torch.empty_like(old)
         t_copy = seconds(lambda: copy.copy_(old))  # noqa: B023 - called at once
-        tables = cuda._tables(layout, DEVICE)
+        tables = launch.tables_of(layout, DEVICE)
         t_extract = seconds(lambda: extract_only(tables, a, b))  # noqa: B023
         device = cuda.Cuda(str(DEVICE))
         times: dict[str, list[float]] = {"encode": [], "stage": []}
@@ -275,7 +276,7 @@ def speed(gb: float) -> list[dict[str, object]]:
             (staged,) = device.stage(layout, [fetched])
             times["stage"].append(time.perf_counter() - began)
         t_encode, t_stage = (statistics.median(times[n][3:]) for n in ("encode", "stage"))
-        where, sums = tables.whole(addresses([copy])), cuda._sums(tables)
+        where, sums = tables.whole(addresses([copy])), launch.row_sums(tables)
         t_apply = seconds(lambda: staged.apply(where, sums))  # noqa: B023
         copy.copy_(old)
         cuda.apply(staged, where)
@@ -286,7 +287,7 @@ def speed(gb: float) -> list[dict[str, object]]:
         (there,) = Reach(Held(layout, {"w": mine}, {}), layout).locate(device)
         device.apply_rows(layout, [staged], there)
         exact &= torch.equal(half, due)
-        t_columns = seconds(lambda: staged.apply(cast("cuda._Where", there), sums))  # noqa: B023
+        t_columns = seconds(lambda: staged.apply(cast("launch.Where", there), sums))  # noqa: B023
         t_fingerprint = seconds(lambda: cuda.fingerprints(layout, b, DEVICE))  # noqa: B023
         nbytes = n * width
         rows.append(

@@ -14,11 +14,12 @@ import deltackpt
 PACKAGE = Path(deltackpt.__file__).parent
 
 ORDER = [
-    "errors", "digest", "layout", "partition", "manifest", "chain", "codec", "shard", "jit", "kernels", "pool", "local",
-    "remote", "probe", "fsspecstore", "obstorestore", "store", "cache", "board", "checkpoint", "backend", "arena",
-    "libnvcomp", "nvcomp", "trial", "cuda", "torchdevice", "reader", "folder", "tensors", "ownership", "holding",
-    "slices", "ids", "live", "places", "plans", "scatter", "changes", "through", "module", "walk", "planned", "follow",
-    "replica", "vllm", "writer", "anchor", "ground", "copies", "collective", "publish", "verify", "lease", "prune",
+    "errors", "digest", "layout", "partition", "manifest", "chain", "codec", "shard", "jit", "kernels", "pool",
+    "local", "remote", "probe", "fsspecstore", "obstorestore", "store", "cache", "board", "checkpoint",
+    "backend", "arena", "libnvcomp", "nvcomp", "trial", "launch", "window", "masks", "extraction", "staging",
+    "cuda", "torchdevice", "reader", "folder", "tensors", "ownership", "holding", "slices", "ids", "live",
+    "places", "plans", "scatter", "changes", "through", "module", "walk", "planned", "follow", "replica",
+    "vllm", "writer", "anchor", "ground", "copies", "collective", "publish", "verify", "lease", "prune",
     "mirror", "ledger", "sidecar", "engine", "watch", "control", "weightv", "export", "ingest", "callbacks",
     "baselines", "bench", "cli", "cli_doctor", "cli_fleet", "cli_store", "cli_compat",
 ]  # fmt: skip
