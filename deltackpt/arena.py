@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltackpt import codec as codecs
 from deltackpt.errors import ConfigError
+from deltackpt.memory import DeviceBytes
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,7 @@ def device_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
     with _current(device) as driver:
         address = int(_require(driver.cuMemAlloc(max(1, nbytes)), f"{nbytes} bytes of arena on {device}"))
-        held = _DeviceBytes(address, nbytes)
+        held = DeviceBytes(address, nbytes)
         weakref.finalize(held, _free, device, lambda d: d.cuMemFree(address)).atexit = False
     memory = torch.as_tensor(held, device=torch.device("cuda", device.index or 0))
     assert memory.data_ptr() == address, "torch made a copy"
@@ -195,15 +196,6 @@ def pinned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
         held = (ctypes.c_uint8 * max(1, nbytes)).from_address(address)
         weakref.finalize(held, _free, device, lambda d: d.cuMemFreeHost(address)).atexit = False
     return torch.frombuffer(held, dtype=torch.uint8, count=max(1, nbytes))[:nbytes]
-
-
-class _DeviceBytes:
-    """Device memory as torch takes it without a copy; a tensor keeps the object."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
-        }  # fmt: skip
 
 
 def _free(device: torch.device, free: Callable[[Any], object]) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,7 @@ import numpy.typing as npt
 from deltackpt.digest import U64
 from deltackpt.errors import IntegrityError
 from deltackpt.layout import I64
-
-Elements: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+from deltackpt.memory import Elements
 
 WIDTHS = (1, 2, 4, 8)
 LEVEL = 1

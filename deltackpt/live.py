@@ -18,7 +18,8 @@ import numpy as np
 
 from deltackpt.digest import sha256
 from deltackpt.errors import ConfigError
-from deltackpt.kernels import U8, view
+from deltackpt.kernels import U8
+from deltackpt.memory import DEVICES, on_host, read, write
 
 if TYPE_CHECKING:
     import torch
@@ -49,11 +50,20 @@ class Region:
     nbytes: int
     views: tuple[View, ...]
     address: int = field(compare=False)
+    device: torch.device = field(compare=False)
 
     @property
-    def memory(self) -> U8:
-        """The bytes themselves, writable; valid while the module keeps its tensors."""
-        return view(self.address, self.nbytes)
+    def on_host(self) -> bool:
+        """Whether `read` gives the memory itself."""
+        return on_host(self.device)
+
+    def read(self) -> U8:
+        """Return its bytes, not to be written; on the host they are no copy, and valid while the tensors are kept."""
+        return read(self.device, self.address, self.nbytes)
+
+    def write(self, raw: U8) -> None:
+        """Overwrite its bytes."""
+        write(self.device, self.address, raw)
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,8 @@ class Live:
     """The tensors of a module at one moment. It keeps them alive.
 
     state: patterns (`*.kv_cache*`) of names that are working memory and no weights. Raises ConfigError by name for
-    tensors that are not on the CPU or have no plain memory. Tensors without memory (meta) are passed over.
+    tensors that are neither on the CPU nor on a GPU, or have no plain memory. Tensors without memory (meta) are passed
+    over.
     """
 
     def __init__(self, module: object, *, state: Sequence[str] = ()) -> None:
@@ -119,8 +130,8 @@ def _reach(module: object) -> Iterator[_Found]:
         if isinstance(thing, torch.Tensor):
             if thing.is_meta or thing.numel() == 0:
                 continue
-            if thing.device.type != "cpu":
-                raise ConfigError(f"tensor {name} is on {thing.device}; plans are made for tensors on the CPU so far")
+            if thing.device.type not in DEVICES:
+                raise ConfigError(f"tensor {name} is on {thing.device}; plans are made for the CPU and for GPUs (cuda)")
             if thing.layout != torch.strided or thing.data_ptr() == 0:
                 raise ConfigError(
                     f"tensor {name}, a {type(thing).__name__} ({thing.layout}), has no plain memory to plan"
@@ -184,6 +195,7 @@ def _regions(found: Sequence[_Found]) -> Iterator[Region]:
         if f.name not in names:
             names.append(f.name)
     order = {f.name: i for i, f in reversed(list(enumerate(found)))}
+    device = {f.name: f.tensor.device for f in found}
     together: list[tuple[int, int, int, list[tuple[int, View]]]] = []  # storage, begin, end, views by address
     for (storage, address, dtype, shape, stride), names in sorted(views.items(), key=lambda v: v[0][:2]):
         span = (sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1) * width[dtype]
@@ -197,5 +209,6 @@ def _regions(found: Sequence[_Found]) -> Iterator[Region]:
     for _, begin, end, inside in together:
         inside.sort(key=lambda v: (order[v[1].names[0]], v[0]))
         placed = tuple(replace(v, offset=address - begin) for address, v in inside)
-        regions.append(Region(placed[0].names[0], end - begin, placed, begin))
+        name = placed[0].names[0]
+        regions.append(Region(name, end - begin, placed, begin, device[name]))
     yield from sorted(regions, key=lambda r: order[r.name])

@@ -8,7 +8,7 @@ inside of engines, and knows no store: torch and numpy are all it needs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,10 @@ from deltackpt.errors import ConfigError, IntegrityError, Poisoned
 from deltackpt.ids import torch_dtype
 from deltackpt.layout import Layout
 from deltackpt.live import Live
+from deltackpt.memory import Exchange
 from deltackpt.plans import Refresh, ScatterPlan, refresh_all
 from deltackpt.pool import fingerprints
-from deltackpt.through import Located, Piece, exchange, look, read_through, unchanged, write_through
+from deltackpt.through import Image, Located, look, read_through, write_through
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +63,10 @@ class PlannedModule:
                 "the module's tensors are not those that the plan was made for; if it was reloaded or put to sleep, "
                 "load it as before, or make a new plan"
             )
-        self._addresses = self.plan.addresses(self._live)
-        self._located = Located(self.plan, self._addresses)
+        self._located = Located(self.plan, self._live.regions)
+
+    def _image(self) -> Image:
+        return Image(self.plan, self._live.regions)
 
     def recheck(self) -> None:
         """Believe nothing until the next `identify`: for after sleep, wake, a reload, or anything else unknown."""
@@ -91,7 +94,7 @@ class PlannedModule:
                 f"{plan.landed[t]} of {layout.count[t]} elements of {layout.names[t]} are in this module, "
                 "and what is published is about whole tensors; call prove() with the weights that the engine has loaded"
             )
-        table = read_through(plan, self._addresses, threads=self.threads)
+        table = read_through(plan, self._image(), threads=self.threads)
         if whole:
             self.state = state_fingerprint(layout.weights, table)
         elif self._told is not None and np.array_equal(table, self._told[0]):
@@ -119,7 +122,7 @@ class PlannedModule:
             raise ConfigError(NEVER_PROVEN)
         self._bind()
         self.state, self.poisoned = None, True
-        write_through(self.plan, self._addresses, where, threads=self.threads)
+        write_through(self.plan, self._image(), where, threads=self.threads)
         try:
             self._take(where)
         except IntegrityError as exc:
@@ -129,7 +132,7 @@ class PlannedModule:
     def _take(self, where: U64) -> None:
         """Take the tensors at `where` for what the module holds, if it does."""
         layout = self.plan.layout
-        table = read_through(self.plan, self._addresses, against=where, threads=self.threads)
+        table = read_through(self.plan, self._image(), against=where, threads=self.threads)
         self.state = state_fingerprint(layout.weights, fingerprints(layout, where, threads=self.threads))
         self._told, self.proven, self.poisoned = (table, self.state), True, False
 
@@ -144,7 +147,7 @@ class PlannedModule:
         if self.identify() is None or self.state != changes.base:
             raise IntegrityError("the module does not hold what the changes begin with; reseed")
         self.proven = True
-        pieces, added = look(self._located, changes, self.threads)
+        exchange, added = look(self._located, changes, self.threads)
         wrong = np.flatnonzero(plan.whole & (added != changes.added))
         if wrong.size:
             self.recheck()
@@ -152,13 +155,13 @@ class PlannedModule:
             raise IntegrityError(
                 f"{plan.layout.names[wrong[0]]}{more} would not change as published; nothing was written; reseed"
             )
-        return StagedChanges(self, changes, pieces, added)
+        return StagedChanges(self, changes, exchange, added)
 
-    def _exchange(self, pieces: Sequence[Piece], added: U64, state: int) -> bool:
+    def _change(self, exchange: Exchange, added: U64, state: int) -> bool:
         """Change the weights to those of another state; False: they are not what was staged, and were left so."""
         assert self._told is not None
         self.state, self.poisoned = None, True
-        if not exchange(self._located, pieces, self.threads):
+        if not exchange.run():
             self.poisoned = False
             return False
         self._told = self._told[0] + added, state
@@ -182,11 +185,11 @@ class StagedChanges:
     forecast_ms: how long reading all places once more took, which is about what the apply will take.
     """
 
-    def __init__(self, module: PlannedModule, changes: Changes, pieces: Sequence[Piece], added: U64) -> None:
-        self._module, self._pieces, self._added = module, pieces, added
+    def __init__(self, module: PlannedModule, changes: Changes, exchange: Exchange, added: U64) -> None:
+        self._module, self._exchange, self._added = module, exchange, added
         self.base, self.state = changes.base, changes.state
         began = time.perf_counter()
-        same = unchanged(module._located, pieces, module.threads)
+        same = exchange.unchanged()
         self.forecast_ms = (time.perf_counter() - began) * 1e3
         if not same:
             module.recheck()
@@ -200,7 +203,7 @@ class StagedChanges:
         if module.state != self.base or not module.unmoved():
             module.recheck()
             raise IntegrityError("the module was changed or moved since this version was staged; prepare again")
-        if not module._exchange(self._pieces, self._added, self.state):
+        if not module._change(self._exchange, self._added, self.state):
             raise IntegrityError("the module's weights are not what was staged, all was undone; reseed")
 
     def undo(self) -> None:
@@ -211,7 +214,7 @@ class StagedChanges:
         module = self._module
         if module.poisoned or module.state != self.state or not module.unmoved():
             raise ConfigError("this version was not applied last; it cannot be undone")
-        if not module._exchange([p.undone for p in self._pieces], -self._added, self.base):
+        if not module._change(self._exchange.undone, -self._added, self.base):
             module.poisoned = True
             raise Poisoned("the version before did not come back; prepare again to reseed")
 
@@ -225,7 +228,7 @@ class Held:
 
 
 def hold(layout: Layout, weights: Iterable[tuple[str, torch.Tensor]]) -> Held:
-    """Hold named tensors on the CPU, which must be those of a layout. Raises ConfigError by name."""
+    """Hold named tensors in host memory; they must be those of a layout. Raises ConfigError by name."""
     found = dict(weights)
     tensors = []
     for name, dtype, nbytes in zip(layout.names, layout.dtypes, layout.nbytes.tolist(), strict=True):
@@ -234,7 +237,7 @@ def hold(layout: Layout, weights: Iterable[tuple[str, torch.Tensor]]) -> Held:
             raise ConfigError(f"tensor {name} is missing from the weights; give the whole checkpoint")
         if tensor.dtype != torch_dtype(dtype) or tensor.nbytes != nbytes:
             raise ConfigError(f"tensor {name} is {tensor.dtype} of {tensor.nbytes} bytes, not {dtype} of {nbytes}")
-        tensors.append(tensor.contiguous())
+        tensors.append(tensor.cpu().contiguous())
     if found:
         raise ConfigError(f"tensor {next(iter(found))} is not in the layout of the plan; make a new plan")
     return Held(tuple(tensors), np.array([t.data_ptr() for t in tensors], np.uint64))

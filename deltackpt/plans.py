@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 from deltackpt.digest import U64, sha256
 from deltackpt.errors import ConfigError, FormatError, IntegrityError
 from deltackpt.layout import I64, Layout
-from deltackpt.live import Live
+from deltackpt.live import Region
 from deltackpt.places import Mask, Numbering, PlaceMap
 
 Refresh: TypeAlias = Callable[[], object]
@@ -109,9 +109,9 @@ class ScatterPlan:
         whole: Mask = self.landed == self.layout.count
         return whole
 
-    def addresses(self, live: Live) -> U64:
-        """Return the address of each tensor of the live layout. `live` has the plan's signature."""
-        where = {r.name: r for r in live.regions}
+    def addresses(self, regions: Iterable[Region]) -> U64:
+        """Return the address of each tensor of the live layout. The regions are those of the plan's signature."""
+        where = {r.name: r for r in regions}
         for row in self.rows:
             if row.region not in where or row.width * row.count > where[row.region].nbytes:
                 raise IntegrityError(f"the plan has a row outside of {row.region}; make it again")

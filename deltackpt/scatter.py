@@ -65,7 +65,7 @@ def make_plan(
     planes = Planes(layout)
     refreshes = dict(derived or {})
     before = Live(module, state=state)
-    saved = {r.name: r.memory.copy() for r in before.regions}
+    saved = {r.name: r.read().copy() for r in before.regions}
     seen: list[dict[str, bytes]] = []
     try:
         for plane in range(planes.passes):
@@ -110,7 +110,7 @@ def cached_plan(
 
 def _pack(region: Region, *, check: bool) -> tuple[str, bytes]:
     """Keep what a region shows. Digits repeat, so that little is left of them; the check plane is stored as it is."""
-    return region.name, zlib.compress(memoryview(region.memory), 0 if check else 1)
+    return region.name, zlib.compress(memoryview(region.read()), 0 if check else 1)
 
 
 def _put_back(live: Live, before: Live, saved: Mapping[str, U8], layout: Layout) -> None:
@@ -125,10 +125,10 @@ def _put_back(live: Live, before: Live, saved: Mapping[str, U8], layout: Layout)
         # An engine may keep the address of memory that torch does not know, as of weights that a library has packed.
         # Another one's address, written there, would be followed.
         address = all(v.dtype in _ADDRESSES - weights for v in region.views)
-        if address and not np.array_equal(region.memory, saved[region.name]):
+        if address and not np.array_equal(region.read(), saved[region.name]):
             left.append(region.name)
         else:
-            region.memory[:] = saved[region.name]
+            region.write(saved[region.name])
     if left:
         raise Poisoned(
             f"planning changed {left[0]}, 64-bit integers as no tensor of the checkpoint has, and left them: they may "
@@ -156,13 +156,14 @@ def _prove_refreshes(live: Live, refreshes: Mapping[str, Refresh]) -> None:
     given = {}
     for name in refreshes:
         region, one = places[name]
-        mine = region.memory[_bytes_of(one)]
-        given[name] = mine.copy()
-        region.memory[_bytes_of(one)] = ~mine
+        raw, mine = region.read().copy(), _bytes_of(one)
+        given[name] = raw[mine]
+        raw[mine] = ~raw[mine]
+        region.write(raw)
     refresh_all(refreshes)
     for name in refreshes:
         region, one = places[name]
-        if not np.array_equal(region.memory[_bytes_of(one)], given[name]):
+        if not np.array_equal(region.read()[_bytes_of(one)], given[name]):
             raise ConfigError(f"the refresh call for {name} does not give what the loader gives; correct it")
 
 

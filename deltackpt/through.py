@@ -1,24 +1,30 @@
 """Live memory through a scatter plan: read and written as whole tensors, and changes of a checkpoint mapped to it.
 
-Only addresses: whose memory it is, and when it may be written, is the caller's business (`module`). Needs numpy alone.
+Whose memory it is, and when it may be written, is the caller's business (`module`). Needs numpy alone, and torch for
+memory of other devices than the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltackpt.changes import Changes, Elements, Flips
+from deltackpt.changes import Changes, Flips
 from deltackpt.digest import U64, contribution
 from deltackpt.errors import ConfigError, IntegrityError
 from deltackpt.kernels import U8, fingerprint, use_jit, view
 from deltackpt.layout import I64, Segments
+from deltackpt.live import Region
+from deltackpt.memory import Elements, Exchange, HostMemory, Memory, Piece, memory_at
 from deltackpt.places import Numbering, last_at
 from deltackpt.plans import ScatterPlan
 from deltackpt.pool import in_order
+
+if TYPE_CHECKING:
+    import torch
 
 _AT_ONCE = 1 << 16
 """Changes per task: what is made on the way stays in a cache."""
@@ -31,59 +37,53 @@ _PIECE = 64 << 20
 
 
 class Located:
-    """A plan's places in one module: each live element as an index into one array of memory, of its width.
+    """A plan's places in one module: each live element as an index into one stretch of memory, of its width.
 
-    Valid while the module keeps its tensors. Raises ConfigError for memory whose elements are not aligned.
+    Valid while the module keeps its tensors. Raises ConfigError for memory whose elements are not aligned, and for
+    planned tensors on several devices.
     """
 
-    def __init__(self, plan: ScatterPlan, addresses: U64) -> None:
+    def __init__(self, plan: ScatterPlan, regions: Sequence[Region]) -> None:
         self.plan, live, numbering = plan, plan.live, plan.live_numbering
+        addresses = plan.addresses(regions)
+        planned = {row.region for row in plan.rows}
+        first: dict[torch.device, str] = {}
+        for region in regions:
+            if region.name in planned:
+                first.setdefault(region.device, region.name)
+        if len(first) > 1:
+            some = ", ".join(f"{name} on {device}" for device, name in first.items())
+            raise ConfigError(f"planned tensors are on several devices ({some}); use the engine's own reload")
         begin = int(addresses.min(initial=1 << 63)) // 8 * 8
         end = int((addresses + live.nbytes.astype(np.uint64)).max(initial=begin))
-        self._memory = view(begin, (end - begin) // 8 * 8 + 8) if len(addresses) else np.empty(0, np.uint8)
+        self.memory: Memory = HostMemory(0, 0)
+        for device in first:
+            self.memory = memory_at(device, begin, (end - begin) // 8 * 8 + 8)
         offset = (addresses - np.uint64(begin)).astype(np.int64)
         if (odd := np.flatnonzero(offset % live.width)).size:
             raise ConfigError(f"{live.names[odd[0]]} is not aligned to its elements; use the engine's own reload")
         shift = offset // live.width - numbering.of_tensor
         self.maps = tuple(replace(m, live=m.live + shift[numbering.owner(m.live)]) for m in plan.maps)
 
-    def memory(self, width: int) -> Elements:
-        """Return the array; only what a map leads to may be touched."""
-        return self._memory.view(f"<u{width}")
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements of live memory, what they are and what they will be. at: indices into `Located.memory`, rising."""
-
-    at: I64
-    old: Elements
-    new: Elements
-
-    @property
-    def undone(self) -> Piece:
-        """The way back."""
-        return Piece(self.at, self.new, self.old)
-
-
-def look(located: Located, changes: Changes, threads: int | None) -> tuple[list[Piece], U64]:
+def look(located: Located, changes: Changes, threads: int | None) -> tuple[Exchange, U64]:
     """Find the places of changes and read what is there.
 
-    Returns pieces to be exchanged, and what that adds to the fingerprint of each checkpoint tensor, by what is here of
-    it. Raises IntegrityError for copies of one element that are not equal.
+    Returns the exchange that makes them, and what it adds to the fingerprint of each checkpoint tensor, by what is here
+    of it. Raises IntegrityError for copies of one element that are not equal.
     """
     plan = located.plan
 
     def work(part: Flips) -> tuple[Piece, I64, U64]:
-        memory = located.memory(part.bits.itemsize)
+        memory, width = located.memory, part.bits.itemsize
         which, at = located.maps[0].find(part.elements)
         elements, bits = part.elements[which], part.bits[which]
-        old = memory[at]
+        old = memory.take(width, at)
         places, values, flips = [at], [old], [bits]
         for copies in located.maps[1:]:
             # The first map has every element that is here.
             which, at = copies.find(elements)
-            if (odd := np.flatnonzero(memory[at] != old[which])).size:
+            if (odd := np.flatnonzero(memory.take(width, at) != old[which])).size:
                 name = plan.layout.names[int(plan.source_numbering.owner(elements[which[odd[:1]]])[0])]
                 raise IntegrityError(f"copies of {name} in the module are not equal; nothing was written; reseed")
             places.append(at)
@@ -105,7 +105,7 @@ def look(located: Located, changes: Changes, threads: int | None) -> tuple[list[
     for piece, tensors, sums in in_order(work, parts, threads):
         pieces.append(piece)
         total[tensors] += sums
-    return pieces, total
+    return located.memory.exchange(pieces, threads), total
 
 
 def _added(numbering: Numbering, elements: I64, old: Elements, new: Elements) -> tuple[I64, U64]:
@@ -123,35 +123,27 @@ def _added(numbering: Numbering, elements: I64, old: Elements, new: Elements) ->
     return numbering.order[place[begin]], np.add.reduceat(terms, begin)
 
 
-def unchanged(located: Located, pieces: Sequence[Piece], threads: int | None) -> bool:
-    """Say whether memory is as the pieces were read."""
-
-    def work(piece: Piece) -> bool:
-        return np.array_equal(located.memory(piece.old.itemsize)[piece.at], piece.old)
-
-    return all(list(in_order(work, pieces, threads)))
-
-
-def exchange(located: Located, pieces: Sequence[Piece], threads: int | None) -> bool:
-    """Write the new values where memory still has the old ones; if it has not anywhere, undo all and return False."""
-    written: list[Piece] = []
-
-    def work(piece: Piece) -> bool:
-        memory = located.memory(piece.old.itemsize)
-        if not np.array_equal(memory[piece.at], piece.old):
-            return False
-        memory[piece.at] = piece.new
-        written.append(piece)
-        return True
-
-    if all(list(in_order(work, pieces, threads))):
-        return True
-    for piece in written:
-        located.memory(piece.old.itemsize)[piece.at] = piece.old
-    return False
-
-
 # ---------------------------------------------------------------- whole tensors
+
+
+class Image:
+    """What is planned of a module, in host memory: its own memory where it is there, else a copy.
+
+    addresses: of each tensor of the live layout; valid as long as the image and the module's tensors are held.
+    """
+
+    def __init__(self, plan: ScatterPlan, regions: Sequence[Region]) -> None:
+        planned = {row.region for row in plan.rows}
+        self._raw = [(r, r.read()) for r in regions if r.name in planned]
+        self.addresses = plan.addresses(
+            replace(r, address=int(raw.__array_interface__["data"][0])) for r, raw in self._raw
+        )
+
+    def write_back(self) -> None:
+        """Make the module what the image is now."""
+        for region, raw in self._raw:
+            if not region.on_host:
+                region.write(raw)
 
 
 def _batches(plan: ScatterPlan, nbytes: int) -> Iterator[I64]:
@@ -166,7 +158,7 @@ def _batches(plan: ScatterPlan, nbytes: int) -> Iterator[I64]:
             yield from np.split(mine, np.flatnonzero(np.diff(piece)) + 1)
 
 
-def read_through(plan: ScatterPlan, addresses: U64, *, against: U64 | None = None, threads: int | None = None) -> U64:
+def read_through(plan: ScatterPlan, image: Image, *, against: U64 | None = None, threads: int | None = None) -> U64:
     """Return the fingerprint of what is here of each checkpoint tensor: a full pass over live memory.
 
     against: addresses of contiguous tensors that must have the same values. Raises IntegrityError, naming the tensor,
@@ -181,8 +173,8 @@ def read_through(plan: ScatterPlan, addresses: U64, *, against: U64 | None = Non
         scratch = np.zeros(int(count.sum()), f"<u{width}")
         for t, at, n in zip(tensors.tolist(), begin.tolist(), count.tolist(), strict=True):
             here = scratch[at : at + n]
-            _move(plan, 0, t, here, addresses, write=False)
-            _require_equal(plan, t, here, addresses, None if against is None else view(against[t], n * width))
+            _move(plan, 0, t, here, image.addresses, write=False)
+            _require_equal(plan, t, here, image.addresses, None if against is None else view(against[t], n * width))
         where = np.uint64(scratch.__array_interface__["data"][0]) + (begin * width).astype(np.uint64)
         return tensors, fingerprint(Segments(width, tensors, np.zeros_like(count), count), where, jit=jit)
 
@@ -213,17 +205,18 @@ def _require_equal(plan: ScatterPlan, tensor: int, here: Elements, addresses: U6
         )
 
 
-def write_through(plan: ScatterPlan, addresses: U64, where: U64, *, threads: int | None = None) -> None:
+def write_through(plan: ScatterPlan, image: Image, where: U64, *, threads: int | None = None) -> None:
     """Write contiguous tensors, at the addresses `where`, to all their places in live memory."""
 
     def work(tensors: I64) -> None:
         for t in tensors.tolist():
             given = view(where[t], int(plan.layout.nbytes[t])).view(f"<u{plan.layout.width[t]}")
             for number in range(len(plan.maps)):
-                _move(plan, number, t, given, addresses, write=True)
+                _move(plan, number, t, given, image.addresses, write=True)
 
     for _ in in_order(work, _batches(plan, _PIECE), threads):
         pass
+    image.write_back()
 
 
 _MANY = 64

@@ -29,10 +29,10 @@ Tensors = dict[str, torch.Tensor]
 class Experts(torch.nn.Module):
     """Layers of stacked experts, gate over up, and down transposed, as engines lay them out."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, device: str) -> None:
         super().__init__()
-        self.w13 = torch.nn.ParameterList(_zeros(EXPERTS, 2 * width, width) for _ in range(layers))
-        self.w2 = torch.nn.ParameterList(_zeros(EXPERTS, width, width) for _ in range(layers))
+        self.w13 = torch.nn.ParameterList(_zeros(EXPERTS, 2 * width, width, device=device) for _ in range(layers))
+        self.w2 = torch.nn.ParameterList(_zeros(EXPERTS, width, width, device=device) for _ in range(layers))
         self.width = width
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -45,8 +45,8 @@ class Experts(torch.nn.Module):
                 self.w13[int(layer)][int(expert)].narrow(0, self.width * (kind == "up"), self.width).copy_(weight)
 
 
-def _zeros(*shape: int) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+def _zeros(*shape: int, device: str) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device=device), requires_grad=False)
 
 
 def checkpoint(layers: int, width: int) -> Tensors:
@@ -78,9 +78,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="rows and columns of each")
     parser.add_argument("--share", type=float, default=0.01, help="values that a version changes")
     parser.add_argument("--versions", type=int, default=6)
+    parser.add_argument("--device", default="cpu", help="of the live tensors; bare ones on `cuda` need its extra")
     options = parser.parse_args()
     layers = max(1, options.tensors // (3 * EXPERTS))
-    weights, module = checkpoint(layers, options.width), Experts(layers, options.width)
+    weights, module = checkpoint(layers, options.width), Experts(layers, options.width, options.device)
     module.load_weights(weights.items())
     described = [describe(n, t) for n, t in weights.items()]
     layout = Layout(list(weights), [d for d, _ in described], [s for _, s in described])
@@ -93,7 +94,7 @@ def main() -> None:
         print(f"planned in {timed(plans[0])}, read again in {timed(plans[1])}")
         plan = plans[1]()
         print(f"{sum(len(m.source) for m in plan.maps):,} boxes; {plan.coverage}")
-        bare = {n: t.clone() for n, t in weights.items()}
+        bare = {n: t.to(options.device, copy=True) for n, t in weights.items()}
         planned_ms: list[float] = []
         bare_ms: list[float] = []
         with Publisher(f"{folder}/store", anchors=False, run_id="bench") as publisher:

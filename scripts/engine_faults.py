@@ -35,19 +35,19 @@ INJECTED = """
 import os
 
 def register():
-    from deltackpt import module
+    from deltackpt.memory import HostExchange
 
-    whole = module.exchange
+    whole = HostExchange.run
 
-    def exchange(located, pieces, threads):
-        done = whole(located, pieces, threads)
+    def run(self):
+        done = whole(self)
         if os.path.exists({flag!r}):
             os.unlink({flag!r})
-            located.memory(2)[next(p.at for p in pieces if p.old.itemsize == 2)[:2]] += 1
+            self.memory.elements(2)[next(p.at for p in self.pieces if p.old.itemsize == 2)[:2]] += 1
             raise OSError("injected: the apply failed midway")
         return done
 
-    module.exchange = exchange
+    HostExchange.run = run
 """
 
 

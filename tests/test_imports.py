@@ -15,7 +15,7 @@ PACKAGE = Path(deltackpt.__file__).parent
 
 ORDER = [
     "errors", "digest", "layout", "partition", "manifest", "chain", "codec", "shard", "jit", "kernels", "pool",
-    "local", "remote", "probe", "fsspecstore", "obstorestore", "store", "cache", "board", "checkpoint",
+    "memory", "local", "remote", "probe", "fsspecstore", "obstorestore", "store", "cache", "board", "checkpoint",
     "backend", "arena", "libnvcomp", "nvcomp", "trial", "launch", "window", "masks", "extraction", "staging",
     "cuda", "torchdevice", "reader", "folder", "tensors", "ownership", "holding", "slices", "ids", "live",
     "places", "plans", "scatter", "changes", "through", "module", "walk", "planned", "follow", "replica",

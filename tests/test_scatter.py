@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from helpers import DEVICE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,14 +24,30 @@ from deltackpt.plans import ScatterPlan, load_plan, save_plan
 from deltackpt.publish import Publisher
 from deltackpt.scatter import cached_plan, make_plan
 from deltackpt.tensors import describe
+from deltackpt.through import Located
 
 torch = pytest.importorskip("torch")
+TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
 nn = torch.nn
 
 Tensors = dict[str, Any]
 Weights = Iterable[tuple[str, Any]]
 
 BF16, F32, F8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+pytestmark = pytest.mark.usefixtures("memory")
+
+
+@pytest.fixture(params=["address", "torch"] if DEVICE == "cpu" else ["torch"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How live memory is reached: on a CPU also as if it were a device's."""
+    if request.param == "torch":
+        monkeypatch.setattr("deltackpt.memory.BY_ADDRESS", frozenset())
+    return str(request.param)
+
+
+def zeros(*shape: Any, **options: Any) -> Any:
+    return torch.zeros(*shape, device=DEVICE, **options)
 
 
 def refused(error: type[DeltaError], text: str, action: Callable[..., object], *given: Any, **options: Any) -> None:
@@ -82,11 +100,7 @@ class Fused(Engine):
     }  # fmt: skip
 
     def __init__(self) -> None:
-        super().__init__(
-            qkv=torch.zeros(16, 16, dtype=BF16),
-            up_gate=torch.zeros(24, 16, dtype=BF16),
-            bias=torch.zeros(16, dtype=BF16),
-        )
+        super().__init__(qkv=zeros(16, 16, dtype=BF16), up_gate=zeros(24, 16, dtype=BF16), bias=zeros(16, dtype=BF16))
 
     def put(self, name: str, weight: Any) -> None:
         if name == "q_bias":
@@ -106,7 +120,7 @@ class Experts(Engine):
     }
 
     def __init__(self) -> None:
-        super().__init__(w13=torch.zeros(3, 8, 12, dtype=BF16), w2=torch.zeros(3, 6, 8, dtype=BF16))
+        super().__init__(w13=zeros(3, 8, 12, dtype=BF16), w2=zeros(3, 6, 8, dtype=BF16))
 
     def put(self, name: str, weight: Any) -> None:
         expert, kind = name.split(".")
@@ -122,9 +136,7 @@ class Shuffled(Engine):
     checkpoint: ClassVar = {"a": ((16, 8), BF16), "gate": ((6, 8), F32), "up": ((6, 8), F32), "back": ((5, 7), F32)}
 
     def __init__(self) -> None:
-        super().__init__(
-            a=torch.zeros(16, 8, dtype=BF16), both=torch.zeros(6, 2, 8, dtype=F32), back=torch.zeros(5, 7, dtype=F32)
-        )
+        super().__init__(a=zeros(16, 8, dtype=BF16), both=zeros(6, 2, 8, dtype=F32), back=zeros(5, 7, dtype=F32))
 
     def put(self, name: str, weight: Any) -> None:
         if name == "a":
@@ -145,10 +157,10 @@ class Blocks(Engine):
 
     def __init__(self) -> None:
         super().__init__(
-            w=torch.zeros(4, 8, 8, 8, dtype=BF16),
-            scale=torch.zeros(2, 2, 32, 4, 4, dtype=torch.uint8),
-            packed=torch.zeros(16, 16, dtype=torch.int32),
-            zero=torch.zeros(4, 16, dtype=torch.int32),
+            w=zeros(4, 8, 8, 8, dtype=BF16),
+            scale=zeros(2, 2, 32, 4, 4, dtype=torch.uint8),
+            packed=zeros(16, 16, dtype=torch.int32),
+            zero=zeros(4, 16, dtype=torch.int32),
         )
 
     def put(self, name: str, weight: Any) -> None:
@@ -168,9 +180,9 @@ class Vocabulary(Engine):
     checkpoint: ClassVar = {"embed": ((21, 8), BF16), "norm": ((8,), F32)}
 
     def __init__(self) -> None:
-        super().__init__(embed=torch.zeros(32, 8, dtype=BF16), norm=torch.zeros(8, dtype=F32))
+        super().__init__(embed=zeros(32, 8, dtype=BF16), norm=zeros(8, dtype=F32))
         self.head = self.embed
-        self.register_buffer("draft", torch.zeros(21, 8, dtype=BF16))
+        self.register_buffer("draft", zeros(21, 8, dtype=BF16))
 
     def put(self, name: str, weight: Any) -> None:
         if name == "norm":
@@ -192,21 +204,21 @@ class Attributes(Engine):
 
     class Holder:
         def __init__(self) -> None:
-            self.held = torch.zeros(4)
-            self.scalar = torch.zeros(())
+            self.held = zeros(4)
+            self.scalar = zeros(())
 
     def __init__(self) -> None:
         super().__init__()
-        self.listed = [torch.zeros(3, 4, dtype=BF16)]
-        self.named = {"x": (torch.zeros(5, dtype=torch.float16),)}
+        self.listed = [zeros(3, 4, dtype=BF16)]
+        self.named = {"x": (zeros(5, dtype=torch.float16),)}
         self.holder = self.Holder()
-        closed = torch.zeros(6, dtype=torch.float64)
+        closed = zeros(6, dtype=torch.float64)
         self.forward_closed = lambda: closed
-        self.mask = torch.zeros(9, dtype=torch.bool)
-        self.integer = torch.zeros(3, dtype=torch.int64)
-        self.pool = torch.zeros(64, dtype=torch.uint8)
+        self.mask = zeros(9, dtype=torch.bool)
+        self.integer = zeros(3, dtype=torch.int64)
+        self.pool = zeros(64, dtype=torch.uint8)
         self.wide, self.narrow = self.pool[:48].view(BF16).view(6, 4), self.pool[56:].view(F8)
-        self.view = nn.Parameter(torch.zeros(6, 4, dtype=BF16).t(), requires_grad=False)
+        self.view = nn.Parameter(zeros(6, 4, dtype=BF16).t(), requires_grad=False)
 
     def put(self, name: str, weight: Any) -> None:
         if name == "empty":
@@ -224,7 +236,7 @@ class Widened(Engine):
     checkpoint: ClassVar = {"router": ((4, 8), BF16)}
 
     def __init__(self) -> None:
-        super().__init__(router=torch.zeros(4, 8))
+        super().__init__(router=zeros(4, 8))
 
     def put(self, name: str, weight: Any) -> None:
         self.router.copy_(weight)
@@ -236,14 +248,16 @@ class Replaced(Engine):
     checkpoint: ClassVar = {"w": ((6, 8), BF16), "both": ((8, 8), BF16)}
 
     def __init__(self) -> None:
-        half = torch.zeros(4, 8, dtype=BF16)
-        super().__init__(w=torch.zeros(8, 6, dtype=BF16), top=half, low=half.clone())
+        half = zeros(4, 8, dtype=BF16)
+        super().__init__(w=zeros(8, 6, dtype=BF16), top=half, low=half.clone())
 
     def put(self, name: str, weight: Any) -> None:
         if name == "w":
-            self.w = nn.Parameter(weight.t().contiguous(), requires_grad=False)
+            self.w = nn.Parameter(weight.t().contiguous().to(DEVICE), requires_grad=False)
         else:
-            self.top, self.low = (nn.Parameter(h.clone(), requires_grad=False) for h in (weight[::2], weight[1::2]))
+            self.top, self.low = (
+                nn.Parameter(h.to(DEVICE, copy=True), requires_grad=False) for h in (weight[::2], weight[1::2])
+            )
 
 
 class Rank(Engine):
@@ -256,9 +270,9 @@ class Rank(Engine):
 
     def __init__(self) -> None:
         super().__init__(
-            column=torch.zeros(8, 6, dtype=BF16), row=torch.zeros(4, 12, dtype=BF16),
-            embed=torch.zeros(8, 4, dtype=BF16), norm=torch.zeros(12, dtype=BF16),
-            experts=torch.zeros(2, 4, 4, dtype=BF16),
+            column=zeros(8, 6, dtype=BF16), row=zeros(4, 12, dtype=BF16),
+            embed=zeros(8, 4, dtype=BF16), norm=zeros(12, dtype=BF16),
+            experts=zeros(2, 4, 4, dtype=BF16),
         )  # fmt: skip
 
     def put(self, name: str, weight: Any) -> None:
@@ -279,7 +293,7 @@ WHOLE = [Fused, Experts, Shuffled, Blocks, Vocabulary, Attributes, Replaced, Wid
 
 
 def memory_of(module: Any) -> dict[str, bytes]:
-    return {r.name: r.memory.tobytes() for r in Live(module).regions}
+    return {r.name: r.read().tobytes() for r in Live(module).regions}
 
 
 def changed(tensors: Tensors, seed: int, share: float) -> Tensors:
@@ -360,7 +374,9 @@ def test_reseed_writes_all_places_through_the_plan(kind: Callable[[], Engine], s
     target.prove(second.items())
     for region in Live(engine).regions:
         if region.name in {row.region for row in target.plan.rows}:
-            region.memory[: len(region.memory) // 2] ^= 0x11
+            raw = region.read().copy()
+            raw[: len(raw) // 2] ^= 0x11
+            region.write(raw)
     target.recheck()
     follower = Follower(store, target)
     prepared = follower.prepare(1, reseed=True)
@@ -419,7 +435,7 @@ class Odd(Engine):
     checkpoint: ClassVar = {"w": ((6, 8), BF16), "x": ((4, 8), BF16)}
 
     def __init__(self, live: Any, put: Callable[[Any, Any], object]) -> None:
-        super().__init__(w=torch.zeros(6, 8, dtype=BF16), x=live)
+        super().__init__(w=zeros(6, 8, dtype=BF16), x=live)
         self.how = put
 
     def put(self, name: str, weight: Any) -> None:
@@ -432,24 +448,24 @@ class Odd(Engine):
 ARITHMETIC = "is computed from the weights (arithmetic, requantisation)"
 
 ODD = {
-    "cast": (torch.zeros(4, 8, dtype=torch.float64), lambda x, w: x.copy_(w), "(float64[4, 8]) is a cast of x (BF16)"),
-    "cast to half": (torch.zeros(4, 8, dtype=torch.float16), lambda x, w: x.copy_(w), "x (float16[4, 8]) is"),
-    "plus one": (torch.zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w + 1), ARITHMETIC),
-    "times two": (torch.zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w * 2), ARITHMETIC),
-    "absolute": (torch.zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w.abs()), ARITHMETIC),
-    "clamped": (torch.zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w.clamp(-448, 448)), ARITHMETIC),
-    "merged": (torch.zeros(8, dtype=BF16), lambda x, w: x.copy_(w[0] * w[1]), ARITHMETIC),
+    "cast": (zeros(4, 8, dtype=torch.float64), lambda x, w: x.copy_(w), "(float64[4, 8]) is a cast of x (BF16)"),
+    "cast to half": (zeros(4, 8, dtype=torch.float16), lambda x, w: x.copy_(w), "x (float16[4, 8]) is"),
+    "plus one": (zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w + 1), ARITHMETIC),
+    "times two": (zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w * 2), ARITHMETIC),
+    "absolute": (zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w.abs()), ARITHMETIC),
+    "clamped": (zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w.clamp(-448, 448)), ARITHMETIC),
+    "merged": (zeros(8, dtype=BF16), lambda x, w: x.copy_(w[0] * w[1]), ARITHMETIC),
     "requantised": (
-        torch.zeros(4, 8, dtype=torch.int8), lambda x, w: x.copy_((w.float() / w.float().abs().max() * 127).round()),
+        zeros(4, 8, dtype=torch.int8), lambda x, w: x.copy_((w.float() / w.float().abs().max() * 127).round()),
         ARITHMETIC,
     ),
-    "largest": (torch.zeros((), dtype=BF16), lambda x, w: x.copy_(w.abs().max()), ARITHMETIC),
+    "largest": (zeros((), dtype=BF16), lambda x, w: x.copy_(w.abs().max()), ARITHMETIC),
     "nibbles": (
-        torch.zeros(4, 16, dtype=torch.uint8),
+        zeros(4, 16, dtype=torch.uint8),
         lambda x, w: x.copy_(((w.view(torch.uint8) & 15) << 4) | (w.view(torch.uint8) >> 4)), ARITHMETIC,
     ),
-    "random": (torch.zeros(4, 8, dtype=BF16), lambda x, w: x.normal_(), ARITHMETIC),
-    "counted": (torch.zeros(1), lambda x, w: x.fill_(7), "shows nothing of what was loaded"),
+    "random": (zeros(4, 8, dtype=BF16), lambda x, w: x.normal_(), ARITHMETIC),
+    "counted": (zeros(1), lambda x, w: x.fill_(7), "shows nothing of what was loaded"),
 }  # fmt: skip
 
 
@@ -467,8 +483,8 @@ def test_what_is_no_copy_is_refused_by_name_and_the_module_is_as_before(what: st
 
 
 def test_refusal_lists_all_that_cannot_be_planned() -> None:
-    engine = Odd(torch.zeros(4, 8), lambda x, w: x.copy_(w))
-    engine.more = [torch.zeros(1) for _ in range(14)]
+    engine = Odd(zeros(4, 8), lambda x, w: x.copy_(w))
+    engine.more = [zeros(1) for _ in range(14)]
     engine.how = lambda x, w: [t.fill_(float(w.sum())) for t in (x, *engine.more)]
     with pytest.raises(ConfigError) as caught:
         planned(engine)
@@ -479,8 +495,8 @@ def test_refusal_lists_all_that_cannot_be_planned() -> None:
 
 
 def test_working_memory_is_left_alone_when_it_is_named() -> None:
-    engine = Odd(torch.zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w))
-    engine.kv_cache = torch.zeros(8)
+    engine = Odd(zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w))
+    engine.kv_cache = zeros(8)
     engine.how = lambda x, w: (x.copy_(w), engine.kv_cache.add_(1))
     with pytest.raises(ConfigError, match="kv_cache"):
         planned(engine)
@@ -491,8 +507,8 @@ def test_working_memory_is_left_alone_when_it_is_named() -> None:
 
 
 def test_derived_tensor_is_refreshed_inside_the_apply(store: str) -> None:
-    engine = Odd(torch.zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w))
-    engine.copy = torch.zeros(4, 8, dtype=torch.float64)
+    engine = Odd(zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w))
+    engine.copy = zeros(4, 8, dtype=torch.float64)
     engine.how = lambda x, w: engine.copy.copy_(x.copy_(w))
     refresh = {"copy": lambda: engine.copy.copy_(engine.x)}
     first = engine.version(1)
@@ -507,12 +523,12 @@ def test_derived_tensor_is_refreshed_inside_the_apply(store: str) -> None:
     assert plan.coverage.derived > 0
     refused(ConfigError, "pass a refresh call for each", PlannedTarget, engine, plan)
     moved_to(Follower(store, PlannedTarget(engine, plan, derived=refresh)))
-    assert torch.equal(engine.copy, second["x"].double())
+    assert torch.equal(engine.copy.cpu(), second["x"].double())
 
 
 def test_refresh_call_that_fails_poisons_and_a_reseed_mends(store: str) -> None:
-    engine = Odd(torch.zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w))
-    engine.copy = torch.zeros(4, 8, dtype=torch.float64)
+    engine = Odd(zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w))
+    engine.copy = zeros(4, 8, dtype=torch.float64)
     engine.how = lambda x, w: engine.copy.copy_(x.copy_(w))
     broken = []
 
@@ -536,7 +552,7 @@ def test_refresh_call_that_fails_poisons_and_a_reseed_mends(store: str) -> None:
 
 
 def test_loader_that_leaves_other_tensors_is_refused() -> None:
-    engine = Odd(torch.zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w))
+    engine = Odd(zeros(4, 8, dtype=BF16), lambda x, w: x.copy_(w))
     engine.how = lambda x, w: setattr(engine, "x", nn.Parameter(w.t().contiguous(), requires_grad=False))
     with pytest.raises(Poisoned, match=r"planning left other tensors .*x was bfloat16\[4, 8\], is bfloat16\[8, 4\]"):
         planned(engine)
@@ -549,8 +565,8 @@ class Packing(Engine):
     library: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
-        super().__init__(b=torch.zeros(4, dtype=BF16))
-        self.handle = torch.zeros((), dtype=torch.int64)
+        super().__init__(b=zeros(4, dtype=BF16))
+        self.handle = zeros((), dtype=torch.int64)
 
     def put(self, name: str, weight: Any) -> None:
         if name == "b":
@@ -567,11 +583,11 @@ def test_number_of_packed_weights_is_not_put_back_and_the_weights_have_to_be_loa
     engine.load(engine.version(1).items())
     refused(Poisoned, "planning changed handle, 64-bit integers as no tensor of the checkpoint has", planned, engine)
     assert int(engine.handle) in engine.library
-    assert torch.equal(engine.b, engine.version(1)["b"])
+    assert torch.equal(engine.b.cpu(), engine.version(1)["b"])
 
 
 def test_loader_that_fails_leaves_the_module_as_it_was() -> None:
-    engine = Odd(torch.zeros(4, 8, dtype=BF16), lambda x, w: 1 / 0)
+    engine = Odd(zeros(4, 8, dtype=BF16), lambda x, w: 1 / 0)
     engine.load([("w", engine.version(1)["w"])])
     before = memory_of(engine)
     with pytest.raises(ZeroDivisionError):
@@ -706,7 +722,8 @@ def test_interrupted_apply_is_reseeded(store: str, monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltackpt.module.exchange", interrupted)
+        for memory in ("Host", "Device"):
+            patch.setattr(f"deltackpt.memory.{memory}Exchange.run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepared.apply()
     refused(Poisoned, "an earlier apply did not finish", again.apply)
@@ -731,6 +748,83 @@ def test_store_of_another_layout_is_refused(store: str) -> None:
     engine.load(first.items())
     follower = Follower(store, PlannedTarget(engine, planned(engine)))
     refused(ConfigError, "tensor more is missing", follower.prepare)
+
+
+# ---------------------------------------------------------------- devices
+
+
+class Many(Engine):
+    """Tensors that stay alone."""
+
+    checkpoint: ClassVar = {f"w{i:03}": ((4,), BF16) for i in range(200)}
+
+    def __init__(self) -> None:
+        super().__init__(**{n: zeros(s, dtype=d) for n, (s, d) in self.checkpoint.items()})
+
+    def put(self, name: str, weight: Any) -> None:
+        getattr(self, name).copy_(weight)
+
+
+class Launched(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed here
+    """Counts what torch is told to do."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_pause_takes_no_more_launches_for_more_tensors(tmp_path: Path, memory: str) -> None:
+    counts = []
+    for kind in (Fused, Many):
+        engine = kind()
+        first = engine.version(1)
+        second = changed(first, 1, 1.0)
+        store = str(tmp_path / kind.__name__)
+        publish(store, first, second)
+        engine.load(first.items())
+        prepared = Follower(store, PlannedTarget(engine, planned(engine))).prepare()
+        assert prepared is not None
+        with Launched() as launched:
+            prepared.apply()
+        assert memory_of(engine) == loaded(kind, second)
+        counts.append(launched.count)
+    assert counts[0] == counts[1]
+    assert (counts[0] > 0) == (memory == "torch")
+
+
+@pytest.mark.parametrize("memory", ["torch"], indirect=True)
+def test_version_for_whose_changes_a_device_has_no_room_is_refused_and_comes_later(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Fused()
+    first = engine.version(1)
+    second = changed(first, 1, 1.0)
+    publish(store, first, second)
+    engine.load(first.items())
+    follower = Follower(store, PlannedTarget(engine, planned(engine)))
+
+    def full(*_: object) -> object:
+        raise torch.cuda.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deltackpt.memory.DeviceMemory._columns", full)
+        refused(ConfigError, " bytes of a version's changes; leave the engine less memory", follower.prepare)
+    moved_to(follower)
+    assert memory_of(engine) == loaded(Fused, second)
+
+
+def test_planned_tensors_on_several_devices_are_refused() -> None:
+    engine = Fused()
+    plan, (one, *others) = planned(engine), Live(engine).regions
+    regions = [one, *(replace(r, device=torch.device("meta")) for r in others)]
+    refused(ConfigError, f"(qkv on {one.device}, up_gate on meta); use the engine's own reload", Located, plan, regions)
+
+
+def test_tensor_whose_memory_has_no_plain_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltackpt.live.DEVICES", frozenset())
+    refused(ConfigError, "tensor qkv is on cpu" if DEVICE == "cpu" else "tensor qkv is on cuda", Live, Fused())
 
 
 # ---------------------------------------------------------------- on disk
