@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltackpt import module
 from deltackpt import vllm as plugin
 from deltackpt.errors import ChainError, ConfigError, Poisoned
+from deltackpt.memory import HostExchange
 from deltackpt.publish import publish_folder
 from deltackpt.sidecar import Sidecar
 from deltackpt.store import open_store
@@ -337,7 +337,7 @@ def test_apply_that_fails_midway_is_mended_through_the_plan(run: Run, monkeypatc
         raise OSError("injected")
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "exchange", broken)
+        patched.setattr(HostExchange, "run", broken)
         with pytest.raises(OSError, match="injected"):
             run.update(apply="s1")
     assert run.init() == {
