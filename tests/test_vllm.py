@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import DEVICE
 from safetensors.torch import load_file, save_file
 
 from deltackpt import vllm as plugin
 from deltackpt.errors import ChainError, ConfigError, Poisoned
-from deltackpt.memory import HostExchange
 from deltackpt.publish import publish_folder
 from deltackpt.sidecar import Sidecar
 from deltackpt.store import open_store
@@ -198,15 +198,21 @@ class Run:
     def require(self, version: int) -> None:
         """Assert that the model holds what a fresh load would."""
         given = load_file(self.root / f"v{version}" / "model.safetensors")
-        assert torch.equal(self.model.qk, torch.cat([given["q"], given["k"]]))
-        assert torch.equal(self.model.experts.weight, given["experts"].t().reshape(4, 6))
-        assert torch.equal(self.model.embed, given["embed"].to(self.model.embed.dtype))
+        qk, experts, embed = (t.cpu() for t in (self.model.qk, self.model.experts.weight, self.model.embed))
+        assert torch.equal(qk, torch.cat([given["q"], given["k"]]))
+        assert torch.equal(experts, given["experts"].t().reshape(4, 6))
+        assert torch.equal(embed, given["embed"].to(embed.dtype))
         assert self.model.head is self.model.embed
 
 
-@pytest.fixture
-def run(vllm: Vllm, tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path, Model())
+@pytest.fixture(params=["address", "torch"] if DEVICE == "cpu" else ["torch"])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, vllm: Vllm, tmp_path: Path) -> Iterator[Run]:
+    """On a CPU also as if its memory were a device's."""
+    if request.param == "torch":
+        monkeypatch.setattr("deltackpt.memory.BY_ADDRESS", frozenset())
+    with torch.device(DEVICE):
+        model = Model()
+    made = Run(tmp_path, model)
     yield made
     made.engine._join()
 
@@ -337,7 +343,8 @@ def test_apply_that_fails_midway_is_mended_through_the_plan(run: Run, monkeypatc
         raise OSError("injected")
 
     with monkeypatch.context() as patched:
-        patched.setattr(HostExchange, "run", broken)
+        for memory in ("Host", "Device"):
+            patched.setattr(f"deltackpt.memory.{memory}Exchange.run", broken)
         with pytest.raises(OSError, match="injected"):
             run.update(apply="s1")
     assert run.init() == {
@@ -353,7 +360,7 @@ def test_apply_that_fails_midway_is_mended_through_the_plan(run: Run, monkeypatc
 
 def test_tensors_that_were_put_elsewhere_are_loaded_by_the_engine_and_followed_on(run: Run) -> None:
     run.stage(1)
-    run.model.qk = torch.nn.Parameter(torch.zeros(8, 4, dtype=torch.bfloat16), requires_grad=False)
+    run.model.qk = torch.nn.Parameter(torch.zeros_like(run.model.qk), requires_grad=False)
     assert run.init()["state"] == "planned"
     run.update(path=str(run.root / "v1"))
     run.require(1)
