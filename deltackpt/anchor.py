@@ -9,7 +9,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -24,7 +24,7 @@ from deltackpt.digest import U64, fp_hex, sha256, state_fingerprint
 from deltackpt.errors import AlreadyExists, ConfigError, DeltaError, StoreError, Unavailable
 from deltackpt.folder import CheckpointTarget, read_record
 from deltackpt.follow import Follower
-from deltackpt.kernels import U8, view
+from deltackpt.kernels import view
 from deltackpt.layout import BITS, Layout
 from deltackpt.manifest import (
     LEVEL,
@@ -160,26 +160,42 @@ class Source:
     end: int
 
 
-class _Stepping(list[Bytes]):
-    """Parts of an object; `step` is called as each is asked for."""
+class _InOrder(Sequence[Bytes]):
+    """Parts of an object that are made as they are asked for, one after the other."""
 
-    def __init__(self, parts: Iterable[Bytes], step: Callable[[], None]) -> None:
-        super().__init__(parts)
-        self._step = step
+    def __len__(self) -> int:
+        raise TypeError("how many parts there are is known at their end; iterate over them")
+
+    @overload
+    def __getitem__(self, at: int) -> Bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Bytes]: ...
+    def __getitem__(self, at: int | slice) -> Bytes | Sequence[Bytes]:
+        raise TypeError("parts are read in order; iterate over them")
+
+
+class _Piece(_InOrder):
+    """See `put_piece`."""
+
+    def __init__(self, boxes: Callable[[int], Iterator[Bytes]], fingerprints: U64, step: Callable[[], None]) -> None:
+        self._boxes, self._fingerprints, self._step = boxes, fingerprints, step
 
     def __iter__(self) -> Iterator[Bytes]:
-        for part in super().__iter__():
+        for part in self._boxes(_PIECE):
             self._step()
             yield part
+        yield self._fingerprints.astype("<u8").tobytes()
 
 
-def put_piece(store: Store, key: str, boxes: Sequence[U8], fingerprints: U64, step: Callable[[], None]) -> None:
+def put_piece(
+    store: Store, key: str, boxes: Callable[[int], Iterator[Bytes]], fingerprints: U64, step: Callable[[], None]
+) -> None:
     """Put the bytes of a part: its boxes one after the other, then what each adds to the fingerprint of its tensor.
 
-    step: called as the bytes are asked for, perhaps in another thread.
+    boxes: yields their bytes, at most so many at a time, and does so anew for another try; step: called as the bytes
+    are asked for. Both perhaps in another thread.
     """
-    parts: list[Bytes] = [box[at : at + _PIECE] for box in boxes for at in range(0, len(box), _PIECE)]
-    store.put(key, _Stepping([*parts, fingerprints.astype("<u8").tobytes()], step))
+    store.put(key, _Piece(boxes, fingerprints, step))
 
 
 def read_piece(store: Store, key: str, nbytes: int, boxes: int) -> U64:
@@ -189,7 +205,7 @@ def read_piece(store: Store, key: str, nbytes: int, boxes: int) -> U64:
     return np.frombuffer(out, "<u8").astype(np.uint64)
 
 
-class _Assembled(Sequence[Bytes]):
+class _Assembled(_InOrder):
     """A checkpoint file whose tensors are read from pieces as they are asked for, some 16 MiB at a time.
 
     step: called between reads.
@@ -203,16 +219,6 @@ class _Assembled(Sequence[Bytes]):
         self.header = header_bytes(entries, shard.metadata)
         self.nbytes = len(self.header) + sum(entry[3] for entry in entries)
         self.hasher = xxhash.xxh3_128()
-
-    def __len__(self) -> int:
-        return 1 + len(self._shard.tensors)
-
-    @overload
-    def __getitem__(self, at: int) -> Bytes: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Bytes]: ...
-    def __getitem__(self, at: int | slice) -> Bytes | Sequence[Bytes]:
-        raise TypeError("parts are read in order; iterate over them")
 
     def __iter__(self) -> Iterator[Bytes]:
         self.hasher = xxhash.xxh3_128()

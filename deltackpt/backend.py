@@ -114,15 +114,19 @@ def encode_part(
     old, new: u64 address of each box of the part, in the order of `partition.places(part)`; the elements of a box lie
     side by side, row-major, as in a tensor of its own. Otherwise as `encode`.
     """
+    found = _extract(partition, partition.groups_of(part), box_address(partition, part), old, new, threads)
+    return encode_extracted(partition, part, found, codec=codec, form=form, threads=threads)
+
+
+def box_address(partition: Partition, part: int) -> Callable[[Segments, U64], U64]:
+    """Return what gives the address of each row of a part, from those of its boxes; see `encode_part`."""
     first = int(partition.box_begin[part])
 
-    def address(piece: Segments, boxes: U64) -> U64:
-        assert piece.box is not None
-        return boxes[piece.box - first] + (piece.start * piece.width).astype(np.uint64)
+    def address(rows: Segments, boxes: U64) -> U64:
+        assert rows.box is not None
+        return boxes[rows.box - first] + (rows.start * rows.width).astype(np.uint64)
 
-    groups = range(int(partition.group_begin[part]), int(partition.group_begin[part + 1]))
-    found = _extract(partition, groups, address, old, new, threads)
-    return encode_extracted(partition, part, found, codec=codec, form=form, threads=threads)
+    return address
 
 
 @dataclass(frozen=True)
@@ -517,7 +521,7 @@ class Encoding(Protocol):
         """Yield the changed groups, once; closed, it reads no tensor any more."""
 
     def advance(self, base: U64) -> None:
-        """Apply what `groups` has yielded at the addresses of the base."""
+        """Apply what `groups` has yielded at the addresses of the base, given as those of the old tensors were."""
 
 
 class Device(Protocol):
@@ -538,6 +542,12 @@ class Device(Protocol):
 
     def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Encoding:
         """Compare two copies of the tensors."""
+
+    def encode_part(self, partition: Partition, part: int, old: U64, new: U64, *, codec: str, form: str) -> Encoding:
+        """Compare two copies of the boxes of a part; see `encode_part` of this module."""
+
+    def part_fingerprints(self, partition: Partition, part: int, boxes: U64) -> U64:
+        """Return what each box of a part adds to the fingerprint of its tensor; see `encode_part` for `boxes`."""
 
     def stage(self, tiling: Tiling, fetched: Sequence[Fetched]) -> Sequence[object]:
         """Decode and check all groups of shards, which stay as they are until the result was applied or dropped.
@@ -598,7 +608,24 @@ class Cpu:
 
     def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> Encoding:
         """See Device."""
-        return HostEncoding(self, layout, encode(layout, old, new, codec=codec, form=form, threads=self.threads))
+        groups = encode(layout, old, new, codec=codec, form=form, threads=self.threads)
+        return HostEncoding(self, layout, groups, partial(self.apply, layout))
+
+    def encode_part(
+        self, partition: Partition, part: int, old: U64, new: U64, *, codec: str, form: str
+    ) -> HostEncoding:
+        """See Device."""
+        groups = encode_part(partition, part, old, new, codec=codec, form=form, threads=self.threads)
+        address = box_address(partition, part)
+
+        def apply_part(staged: Sequence[object], boxes: U64) -> U64:
+            return self.apply_rows(partition, staged, lambda rows: (address(rows, boxes), None))
+
+        return HostEncoding(self, partition, groups, apply_part)
+
+    def part_fingerprints(self, partition: Partition, part: int, boxes: U64) -> U64:
+        """See Device."""
+        return part_fingerprints(partition, part, boxes, threads=self.threads)
 
     def stage(self, tiling: Tiling, fetched: Sequence[Fetched]) -> list[Staged]:
         """See Device."""
@@ -655,8 +682,9 @@ class HostEncoding:
     """Groups that are encoded in host memory. The base is brought on by decoding them again."""
 
     device: HostDevice
-    layout: Layout
+    tiling: Tiling
     encoded: Generator[EncodedGroup, None, None]
+    apply: Callable[[Sequence[object], U64], U64]
     kept: list[EncodedGroup] = field(default_factory=list)
 
     def groups(self) -> Generator[EncodedGroup, None, None]:
@@ -667,8 +695,7 @@ class HostEncoding:
 
     def advance(self, base: U64) -> None:
         for group in self.kept:
-            staged = self.device.stage_groups(self.layout, [(group.group, group.frames)])
-            self.device.apply(self.layout, staged, base)
+            self.apply(self.device.stage_groups(self.tiling, [(group.group, group.frames)]), base)
 
 
 def part_fingerprints(partition: Partition, part: int, boxes: U64, *, threads: int | None = None) -> U64:
@@ -676,9 +703,14 @@ def part_fingerprints(partition: Partition, part: int, boxes: U64, *, threads: i
 
     boxes: addresses as for `encode_part`. Over all parts, the boxes of a tensor add up to its fingerprint.
     """
+    tensor, place = whole_boxes(partition, part, boxes)
+    return box_fingerprints(partition.layout, tensor, place, threads=threads)
+
+
+def whole_boxes(partition: Partition, part: int, boxes: U64) -> tuple[I64, Place]:
+    """Return the tensor of each box of a part, and where they are; see `encode_part` for `boxes`."""
     rows = np.arange(partition.box_begin[part], partition.box_begin[part + 1])
-    place = Place.of(partition.boxes, rows, boxes)
-    return box_fingerprints(partition.layout, partition.boxes.tensor[rows], place, threads=threads)
+    return partition.boxes.tensor[rows], Place.of(partition.boxes, rows, boxes)
 
 
 def box_fingerprints(layout: Layout, tensor: I64, place: Place, *, threads: int | None = None) -> U64:

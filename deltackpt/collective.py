@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 import zstandard
 
-from deltackpt import backend
 from deltackpt.anchor import anchor_due, assembled_draft
+from deltackpt.backend import Cpu, Device
 from deltackpt.board import Counted, Forgotten, Group, Round, StoreBoard, Trouble, Watch, sweep_boards
 from deltackpt.chain import Entry
 from deltackpt.checkpoint import default_placement, open_folder
@@ -31,13 +31,13 @@ from deltackpt.errors import ConfigError, DeltaError, NotFound, Unavailable
 from deltackpt.ground import Ground, Mine, Terms, place_in
 from deltackpt.holding import Held, hold
 from deltackpt.kernels import view
-from deltackpt.layout import Layout, Segments
+from deltackpt.layout import Layout
 from deltackpt.manifest import MAX_MANIFEST, Manifest, Placement, Shard, SideFile, data_prefix, encode, manifest_key
 from deltackpt.ownership import Inventory, Part, divide, join_layout
 from deltackpt.partition import Partition
 from deltackpt.shard import EncodedGroup, assemble
 from deltackpt.store import Store, open_store, read
-from deltackpt.tensors import restore_into
+from deltackpt.tensors import Choice, choose, restore_into
 from deltackpt.writer import SHARD_BYTES, Draft, Grant, Writer
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ class Collective:
     """Publishes what the ranks of a group hold. Every call is made by all of them. Not for use by several threads.
 
     frozen: "refuse" tensors of the serving checkpoint, or of the store, that no rank holds, or "carry" them over.
-    Other arguments: see publish.Publisher. The base, a copy of what this rank holds, is in its host memory.
+    Other arguments: see publish.Publisher. The base, a copy of what this rank holds, is where its tensors are, or in
+    pinned host memory.
     """
 
     def __init__(
@@ -140,6 +141,8 @@ class Collective:
         frozen: Literal["refuse", "carry"] = "refuse",
         anchors: bool = True,
         threads: int | None = None,
+        backend: str = "auto",
+        base_in_host: bool = False,
     ) -> None:
         if frozen not in ("refuse", "carry"):
             raise ConfigError(f"frozen {frozen!r}: expected refuse or carry")
@@ -148,6 +151,7 @@ class Collective:
         self.run_id, self.resume, self.new_lineage = run_id, resume, new_lineage
         self.codec, self.form, self.frozen, self.threads = codec, form, frozen, threads
         self.anchors, self.anchor = anchors, cast("AnchorTry | None", None)
+        self.backend, self.base_in_host, self.choice = backend, base_in_host, cast("Choice | None", None)
         self.ground: Ground | None = None
         self.open: tuple[Ground, bytes] | None = None
         self.broken = ""
@@ -172,7 +176,11 @@ class Collective:
         try:
             held = hold(params, self._held)
             self._held = held.told()
-            return _Publish(self, round_, held, step, metadata).run()
+            device = self._device_of(held)
+            kept, where = device.hold(held.kept)
+            manifest = _Publish(self, round_, held, device, where, step, metadata).run()
+            del kept  # what it holds was read
+            return manifest
         except _Ended as exc:
             raise exc.trouble.error() from exc.__cause__
         except Forgotten as exc:
@@ -186,6 +194,18 @@ class Collective:
             with contextlib.suppress(Unavailable):
                 round_.fail(Trouble.of(exc, gone=True))
             raise
+
+    def _device_of(self, held: Held) -> Device:
+        """Return the backend. It stays that of the first tensors: the base is in its memory."""
+        if self.choice is None:
+            choice = choose(held.on, self.backend)
+            self._device, self.choice = choice.device(self.threads), choice
+        if self.choice.on != held.on:
+            raise ConfigError(
+                f"the tensors of rank {self.group.rank} are on {held.on}, those before were on {self.choice.on}; make "
+                "a new Publisher on every rank"
+            )
+        return self._device
 
     def close(self) -> None:
         """Wait for an anchor that is being made; what becomes of it is no error, since its version is committed.
@@ -211,6 +231,8 @@ class _Publish:
     owner: Collective
     round: Round
     held: Held
+    device: Device
+    where: U64
     step: int | None
     metadata: Mapping[str, str] | None
     done: dict[int, _PartDone] = field(default_factory=dict)
@@ -383,7 +405,9 @@ class _Publish:
         owner, terms = self.owner, self.plan.terms
         if terms is not None:
             writer = Writer(owner.store, threads=owner.threads, grant=terms.grant)
-            self._ground = Ground(terms, writer, self.rank, self.held.inventory)
+            self._ground = Ground(
+                terms, writer, self.rank, self.held.inventory, self.device, base_in_host=owner.base_in_host
+            )
         else:
             self._ground = owner.ground
             if self._ground is None:
@@ -399,10 +423,10 @@ class _Publish:
             )
             raise ConfigError(owner.broken)
         for part, mine in ground.mine.items():
-            mine.take(self.held, ground.layout, ground.tensor(part))
+            mine.take(self.held.kept, self.where, self.device, ground.width(part))
             self.round.step()
             if self.plan.kind != "delta":
-                mine.copy()
+                mine.copy(self.device)
 
     # ------------------------------------------------------------ a commit that was left open
 
@@ -455,16 +479,8 @@ class _Publish:
         if manifest.version > version:
             manifest = writer.learn(raw)
         for mine in ground.mine.values():
-            if mine.encoded is not None:
-                first = int(ground.partition.box_begin[mine.number])
-
-                def where(rows: Segments, base: U64 = mine.base, first: int = first) -> tuple[U64, None]:
-                    assert rows.box is not None
-                    return base[rows.box - first] + (rows.start * rows.width).astype(np.uint64), None
-
-                for group in mine.encoded:
-                    staged = backend.decode(ground.partition, [group], threads=self.owner.threads)
-                    backend.apply_rows(ground.partition, staged, where, threads=self.owner.threads)
+            if mine.encoding is not None:
+                mine.encoding.advance(mine.base)
         writer.resume = writer.new_lineage = self.owner.resume = self.owner.new_lineage = False
         self.owner.ground = ground
         return manifest
@@ -526,10 +542,9 @@ class _Publish:
         """Encode a part and put its shards."""
         owner, ground = self.owner, self.ground
         prefix = data_prefix(self.version, secrets.token_hex(8))
-        groups = backend.encode_part(
-            ground.partition, mine.number, mine.base, mine.new,
-            codec=owner.codec, form=owner.form, threads=owner.threads,
-        )  # fmt: skip
+        mine.encoding = self.device.encode_part(
+            ground.partition, mine.number, mine.base, mine.new, codec=owner.codec, form=owner.form
+        )
         puts = Puts(self.round.step, lambda: self._look(mine.number))
         kept: list[EncodedGroup] = []
         waiting: list[EncodedGroup] = []
@@ -547,7 +562,7 @@ class _Publish:
             self.put.append(key)
             puts.begin(work)
 
-        with contextlib.closing(groups):
+        with contextlib.closing(mine.encoding.groups()) as groups:
             for group in groups:
                 self.round.step()
                 kept.append(group)
@@ -559,7 +574,7 @@ class _Publish:
             close_shard()
         shards = tuple(puts.end())
         times = {"encode_ms": (encoded - began) * 1e3, "upload_ms": (time.perf_counter() - encoded) * 1e3}
-        mine.encoded, mine.fingerprint = kept, self._sum(kept)
+        mine.fingerprint = self._sum(kept)
         width = [ground.partition.groups[g.group].width for g in kept]
         changed_bytes = sum(g.changed * w for g, w in zip(kept, width, strict=True))
         return _PartDone(
@@ -589,13 +604,12 @@ class _Publish:
                 continue
             self.round.step()
             if self.plan.kind == "delta" or again:
-                groups = backend.encode_part(
-                    ground.partition, mine.number, mine.base, mine.new, codec="raw", threads=self.owner.threads
+                mine.encoding = self.device.encode_part(
+                    ground.partition, mine.number, mine.base, mine.new, codec="raw", form="sparse"
                 )
-                mine.encoded = list(groups)
-                mine.fingerprint = self._sum(mine.encoded)
+                mine.fingerprint = self._sum(list(mine.encoding.groups()))
             else:
-                table = backend.part_fingerprints(ground.partition, mine.number, mine.base, threads=self.owner.threads)
+                table = ground.fingerprints(mine.number, mine.base)
                 mine.fingerprint = ground.weighted(mine.number, table)
         if self.rank in self.plan.roster:
             told = {str(mine.number): mine.fingerprint for mine in ground.mine.values()}
@@ -630,7 +644,7 @@ class _Publish:
             return decision
         (part, *ranks), ground = decision.doubt, self.ground
         if self.rank in ranks:
-            table = backend.part_fingerprints(ground.partition, part, ground.mine[part].new, threads=self.owner.threads)
+            table = ground.fingerprints(part, ground.mine[part].new)
             self.round.put(f"doubt/{self.rank}", zstandard.compress(table.astype("<u8").tobytes()))
         until, tables = time.monotonic() + min(10.0, self.round.group.lease_s), []
         for rank in ranks:
@@ -794,17 +808,16 @@ class _Publish:
         ends = np.cumsum(np.array([0, *layout.nbytes.tolist()], np.uint64))[:-1].astype(np.uint64)
         where = ends + np.uint64(memory.__array_interface__["data"][0])
         self.round.step()
-        restore_into(ground.writer.reader, head.manifest.version, backend.Cpu(self.owner.threads), where)
+        restore_into(ground.writer.reader, head.manifest.version, Cpu(self.owner.threads), where)
         self.round.step()
         full = [tuple((0, n) for n in shape) for shape in layout.shapes]
         whole = [view(a, n) for a, n in zip(where.tolist(), layout.nbytes.tolist(), strict=True)]
-        held = Held(Inventory([], [], [], []), tuple(whole), tuple(where.tolist()), ())
         for part, mine in ground.mine.items():
             places = [place_in(layout, t, box, t, full[t]) for t, box in ground.boxes[part]]
             head_part = Mine(part, places, mine.base)
-            head_part.take(held, layout, ground.tensor(part))
-            head_part.copy()
-            mine.encoded = mine.fingerprint = None
+            head_part.take(whole, where, Cpu(), ground.width(part))
+            head_part.copy(self.device)
+            mine.encoding = mine.fingerprint = None
 
     # ------------------------------------------------------------ committing
 

@@ -151,10 +151,9 @@ class Copy:
 
     def put_piece(self, part: int, key: str, step: Callable[[], None], look: Callable[[], None]) -> int:
         """Put all bytes of a part that this rank holds; returns what they add to the fingerprint of the state."""
-        mine = self.ground.mine[part]
-        table = backend.part_fingerprints(self.ground.partition, part, mine.base, threads=self.threads)
-        puts = Puts(step, look)
-        puts.begin(lambda: put_piece(self.store, key, mine.boxes(mine.base), table, puts.step))
+        table = self.ground.fingerprints(part, self.ground.mine[part].base)
+        puts, boxes = Puts(step, look), partial(self.ground.base_bytes, part)
+        puts.begin(lambda: put_piece(self.store, key, boxes, table, puts.step))
         list(puts.end())
         return self.ground.weighted(part, table)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from deltackpt import arena, libnvcomp, nvcomp
 from deltackpt import codec as codecs
+from deltackpt.backend import whole_boxes
 from deltackpt.digest import U64
 from deltackpt.errors import ConfigError, Poisoned
 from deltackpt.extraction import Extraction, extract
@@ -120,8 +121,13 @@ class Cuda:
         return self._encode(layout, 0, old, new, codec, form)
 
     def encode_part(self, partition: Partition, part: int, old: U64, new: U64, *, codec: str, form: str) -> Extraction:
-        """Compare two copies of the boxes of a part, as ranks hold them; see backend.encode_part."""
+        """See backend.Device."""
         return self._encode(partition, part, old, new, codec, form)
+
+    def part_fingerprints(self, partition: Partition, part: int, boxes: U64) -> U64:
+        """See backend.Device."""
+        tensor, place = whole_boxes(partition, part, boxes)
+        return self.box_fingerprints(partition.layout, tensor, place)
 
     def _encode(self, tiling: Tiling, part: int, old: U64, new: U64, codec: str, form: str) -> Extraction:
         if codec not in codecs.NAMES:
@@ -190,8 +196,11 @@ class Cuda:
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """See backend.Device."""
+        import torch
         from cuda.bindings import driver
 
+        # In a thread that is new to the device, this also makes its context the current one.
+        torch.cuda.current_stream(self.device).synchronize()
         (error,) = driver.cuMemcpy(target, source, nbytes)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise Poisoned(f"copying {nbytes} bytes on {self.device}: {error.name}; the CUDA context is lost, restart")

@@ -207,7 +207,7 @@ def extract(
     if isinstance(tiling, Partition):
         first = int(tiling.box_begin[part])
         address = partial(tables.apart, first=first)
-        groups = range(*tiling.group_begin[part : part + 2].tolist())
+        groups = tiling.groups_of(part)
         boxes = tables.looked_at(old, first)
     result = Extraction(tables, address, part, codecs.NAMES.index(codec), form, threads)
     sides = (tables.put(address(old)), tables.put(address(new)))

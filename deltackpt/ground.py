@@ -1,25 +1,29 @@
 """What a rank of a sharded trainer knows for all rounds: the terms of its group, and the parts that it holds.
 
-Of each part that it holds a rank has the base, a copy of its bytes at the head, in host memory.
+Of each part that it holds a rank has the base, a copy of its bytes at the head, in memory that its device allocated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from deltackpt.backend import Cpu, Device, Encoding
 from deltackpt.digest import U64, state_fingerprint
-from deltackpt.holding import Held
+from deltackpt.holding import cut
 from deltackpt.kernels import U8, view
-from deltackpt.layout import BITS, Layout
+from deltackpt.layout import BITS, I64, Layout
 from deltackpt.manifest import Placement, SideFile
 from deltackpt.ownership import Inventory
 from deltackpt.partition import Box, Partition
-from deltackpt.shard import EncodedGroup
 from deltackpt.writer import Grant, Writer
+
+if TYPE_CHECKING:
+    from deltackpt.tensors import Array
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -69,47 +73,50 @@ def place_in(layout: Layout, t: int, box: Box, held: int, of: Box) -> Place:
 
 @dataclass
 class Mine:
-    """A part that this rank holds. base: addresses of its boxes; new: of the new ones, in this round."""
+    """A part that this rank holds. base: addresses of its boxes; new: of the new ones, in this round.
+
+    encoding: how the one becomes the other, once that was found out.
+    """
 
     number: int
     places: list[Place]
     base: U64
     new: U64 = field(default_factory=lambda: np.empty(0, np.uint64))
-    encoded: list[EncodedGroup] | None = None
+    encoding: Encoding | None = None
     fingerprint: int | None = None
-    _kept: list[object] = field(default_factory=list)
-    _found_in: object = None
-    _cuts: list[int] = field(default_factory=list)
+    _kept: object = None
 
-    def take(self, held: Held, layout: Layout, tensor: Sequence[int]) -> None:
-        """Find the new bytes."""
-        self._kept, self.encoded, self.fingerprint = [], None, None
-        if held.memory is not self._found_in:
-            self._found_in = held.memory
-            self.new = np.array([held.address[place.held] + place.offset for place in self.places], np.uint64)
-            self._cuts = [i for i, place in enumerate(self.places) if place.cut is not None]
-        for i in self._cuts:
-            place = self.places[i]
-            whole = held.memory[place.held].view(f"<u{int(layout.width[tensor[i]])}").reshape(place.shape)
-            memory = np.ascontiguousarray(whole[place.cut]).reshape(-1).view(np.uint8)
-            self._kept.append(memory)
-            self.new[i] = int(memory.__array_interface__["data"][0])
+    def __post_init__(self) -> None:
+        self._held = np.array([place.held for place in self.places], np.int64)
+        self._offset = np.array([place.offset for place in self.places], np.uint64)
+        self._cuts = [(i, place, place.cut) for i, place in enumerate(self.places) if place.cut is not None]
 
-    def boxes(self, where: U64) -> list[U8]:
-        """Return the bytes of all boxes."""
-        return [view(a, place.nbytes) for a, place in zip(where.tolist(), self.places, strict=True)]
+    def take(self, kept: Sequence[Array], where: U64, device: Device, width: I64) -> None:
+        """Find the new bytes in what is held, and at which addresses. width: of the elements of each box."""
+        self.encoding, self.fingerprint, self._kept = None, None, None
+        self.new = where[self._held] + self._offset
+        if self._cuts:
+            cuts = [cut(kept[place.held], int(width[i]), place.shape, box) for i, place, box in self._cuts]
+            self._kept, self.new[[i for i, _, _ in self._cuts]] = device.hold(cuts)
 
-    def copy(self) -> None:
+    def copy(self, device: Device) -> None:
         """Make the base what is new."""
-        for base, new in zip(self.boxes(self.base), self.boxes(self.new), strict=True):
-            base[:] = new
+        for base, new, place in zip(self.base.tolist(), self.new.tolist(), self.places, strict=True):
+            if place.nbytes:
+                device.copy(base, new, place.nbytes)
 
 
 class Ground:
-    """What a rank knows for all rounds: the terms, and the parts that it holds, with its base of each."""
+    """What a rank knows for all rounds: the terms, and the parts that it holds, with its base of each.
 
-    def __init__(self, terms: Terms, writer: Writer, rank: int, inventory: Inventory) -> None:
-        self.terms, self.writer, self.inventory = terms, writer, inventory
+    base_in_host: the base is in host memory, on which the device works in place.
+    """
+
+    def __init__(
+        self, terms: Terms, writer: Writer, rank: int, inventory: Inventory, device: Device, *, base_in_host: bool
+    ) -> None:
+        self.terms, self.writer, self.inventory, self.device = terms, writer, inventory, device
+        self._in_host = base_in_host or isinstance(device, Cpu)
         reader = writer.reader
         self.layout: Layout = reader.layout(terms.layout)
         self.partition: Partition = reader.partition(terms.partition, self.layout)
@@ -123,8 +130,8 @@ class Ground:
         mine = [part for part, holders in enumerate(self.holders) if rank in holders]
         places = {part: [_find(self.layout, t, box, held[t]) for t, box in self.boxes[part]] for part in mine}
         sizes = [place.nbytes for part in mine for place in places[part]]
-        self.memory = np.empty(sum(sizes) + 1, np.uint8)
-        ends = np.cumsum(np.array([0, *sizes], np.uint64)) + np.uint64(self.memory.__array_interface__["data"][0])
+        self._memory, at = device.allocate(sum(sizes), in_host=base_in_host)
+        ends = np.cumsum(np.array([0, *sizes], np.uint64)) + np.uint64(at)
         self.mine: dict[int, Mine] = {}
         begin = 0
         for part in mine:
@@ -134,6 +141,27 @@ class Ground:
     def tensor(self, part: int) -> list[int]:
         """Return the tensor of each box of a part."""
         return [t for t, _ in self.boxes[part]]
+
+    def base_bytes(self, part: int, most: int) -> Iterator[U8]:
+        """Yield the bytes of the base of a part, in host memory, at most so many at a time."""
+        mine = self.mine[part]
+        for address, place in zip(mine.base.tolist(), mine.places, strict=True):
+            for at in range(0, place.nbytes, most):
+                nbytes = min(most, place.nbytes - at)
+                if self._in_host:
+                    yield view(address + at, nbytes)
+                else:
+                    host = np.empty(nbytes, np.uint8)
+                    self.device.copy(int(host.__array_interface__["data"][0]), address + at, nbytes)
+                    yield host
+
+    def width(self, part: int) -> I64:
+        """Return the width of the elements of each box of a part."""
+        return self.layout.width[self.tensor(part)]
+
+    def fingerprints(self, part: int, boxes: U64) -> U64:
+        """Return what each box of a part adds to the fingerprint of its tensor."""
+        return self.device.part_fingerprints(self.partition, part, boxes)
 
     def weighted(self, part: int, fingerprints: U64) -> int:
         """Return the sum of H_t * fp over the boxes of a part."""

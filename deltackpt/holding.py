@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import numpy as np
 
 from deltackpt.errors import ConfigError
-from deltackpt.kernels import U8, view
 from deltackpt.ownership import Inventory
 from deltackpt.partition import Box
-from deltackpt.tensors import bits, describe, describe_array
+from deltackpt.tensors import bits, describe, describe_array, one_place
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +42,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class _Given:
-    """A tensor of torch as it was given, contiguous and on the CPU. at: its place among what is held."""
+    """A tensor of torch as it was given, contiguous. at: its place among what is held."""
 
     name: str
     kind: type
@@ -57,15 +56,15 @@ class _Given:
 
 @dataclass(frozen=True)
 class Held:
-    """Boxes that a rank holds, sorted by name and box. memory: of each its bytes, row-major, side by side.
+    """Boxes that a rank holds, sorted by name and box. kept: of each a contiguous tensor or array.
 
-    address: where each begins; given: all of them in the order in which they came, if they can be known again.
+    on: the torch device on which all of them are; given: all in the order in which they came, if they can be known
+    again.
     """
 
     inventory: Inventory
-    memory: tuple[U8, ...]
-    address: tuple[int, ...]
-    kept: tuple[object, ...] = field(repr=False)
+    on: str
+    kept: tuple[Array, ...] = field(repr=False)
     given: tuple[_Given, ...] = field(default=(), repr=False)
 
     def told(self) -> Held:
@@ -79,21 +78,23 @@ def hold(params: Pieces, before: Held | None = None) -> Held:
     before: what it held last; where it gives the same tensors, as a trainer does, they need not be described again.
 
     A mapping or a list is read where it lies, and must not change while it is published; strided memory is copied. Of
-    any other iterable each tensor is copied as it comes, since it may be freed or filled anew before the next one. So
-    are tensors of a GPU, to the host.
+    any other iterable each tensor is copied as it comes, where it is, since it may be freed or filled anew before the
+    next one.
     """
     if before is not None and (again := _again(params, before)) is not None:
         return again
     copied = not isinstance(params, (Mapping, Sequence))
     given: list[Slice] = []
-    found: dict[tuple[str, Box], tuple[str, tuple[int, ...], U8, object]] = {}
+    found: dict[tuple[str, Box], tuple[str, tuple[int, ...], Array]] = {}
+    places: dict[str, object] = {}
     for piece in _pieces(params):
-        dtype, shape, box, memory, kept = _piece(piece)
+        dtype, shape, box, kept = _piece(piece, copied=copied)
         if not copied:
             given.append(piece)
         if (piece.name, box) in found:
             raise ConfigError(f"tensor {piece.name} is given twice (duplicate), both times with box {list(box)}")
-        found[piece.name, box] = (dtype, shape, memory.copy() if copied else memory, None if copied else kept)
+        found[piece.name, box] = (dtype, shape, kept)
+        places[piece.name] = "cpu" if isinstance(kept, np.ndarray) else kept.device
     order = sorted(found, key=lambda key: (key[0].encode("utf-8", "surrogatepass"), key[1]))
     entries = [found[key] for key in order]
     inventory = Inventory(
@@ -102,17 +103,14 @@ def hold(params: Pieces, before: Held | None = None) -> Held:
     at = {key: i for i, key in enumerate(order)}
     known = [_known(piece, at[key]) for piece, key in zip(given, found, strict=True)] if given else []
     whole = tuple(one for one in known if one is not None)
-    bytes_ = tuple(e[2] for e in entries)
-    address = tuple(int(one.__array_interface__["data"][0]) for one in bytes_)
-    return Held(inventory, bytes_, address, tuple(e[3] for e in entries), whole if len(whole) == len(order) else ())
+    on, kept_all = one_place(places), tuple(e[2] for e in entries)
+    return Held(inventory, on, kept_all, whole if len(whole) == len(order) else ())
 
 
 def _known(piece: Slice, at: int) -> _Given | None:
-    """Note a tensor, if its bytes are where `data_ptr` says."""
-    if isinstance(piece.tensor, np.ndarray):
-        return None
+    """Note a tensor, if it is read where it lies."""
     tensor = piece.tensor
-    if not tensor.is_cpu or not tensor.is_contiguous():
+    if isinstance(tensor, np.ndarray) or not tensor.is_contiguous():
         return None
     box = (piece.shape, piece.box)
     return _Given(piece.name, type(tensor), tensor.dtype, tensor.layout, tensor.shape, tensor.stride(), box, at)
@@ -122,7 +120,9 @@ def _again(params: Pieces, before: Held) -> Held | None:
     """Return what is held if it is, tensor by tensor, what was held before, perhaps elsewhere in memory; else None."""
     if not isinstance(params, (Mapping, Sequence)) or not before.given or len(params) != len(before.given):
         return None
-    memory, address, kept = list(before.memory), list(before.address), list[object](before.memory)
+    import torch
+
+    kept, on = list[object](before.given), torch.device(before.on)
     pieces = cast(
         "Iterable[Slice | tuple[str, torch.Tensor]]", params.items() if isinstance(params, Mapping) else params
     )
@@ -140,17 +140,13 @@ def _again(params: Pieces, before: Held) -> Held | None:
             or tensor.shape != known.shape
             or tensor.stride() != known.stride
             or box != known.box
-            or not tensor.is_cpu
+            or tensor.device != on
             or tensor.is_neg()
             or tensor.is_conj()
         ):
             return None
         kept[known.at] = tensor
-        begin = tensor.data_ptr()
-        if begin != address[known.at] and len(memory[known.at]):
-            memory[known.at], address[known.at] = view(begin, len(memory[known.at])), begin
-    same = address == list(before.address)
-    return replace(before, memory=before.memory if same else tuple(memory), address=tuple(address), kept=tuple(kept))
+    return replace(before, kept=tuple(cast("list[Array]", kept)))
 
 
 def _pieces(params: Pieces) -> Iterator[Slice]:
@@ -198,19 +194,22 @@ def dtensor_slice(name: str, tensor: DTensor) -> Slice:
     return Slice(name, whole, box, local)
 
 
-def _piece(piece: Slice) -> tuple[str, tuple[int, ...], Box, U8, object]:
-    """Return dtype, whole shape, box, bytes, and what keeps those alive."""
+def _piece(piece: Slice, *, copied: bool) -> tuple[str, tuple[int, ...], Box, Array]:
+    """Return dtype, whole shape, box, and a contiguous tensor or array: the one that was given, unless copied."""
     name, tensor = piece.name, piece.tensor
     if not isinstance(name, str) or not name or name == "__metadata__":
         raise ConfigError(f"tensor name {name!r} is reserved by safetensors, or no text; rename the tensor")
     if isinstance(tensor, np.ndarray):
-        dtype, local, _, kept = describe_array(name, tensor)
-        memory = cast("np.ndarray[tuple[int, ...], np.dtype[np.generic]]", kept).reshape(-1).view(np.uint8)
+        dtype, local, _, whole = describe_array(name, tensor)
+        array = cast("np.ndarray[tuple[int, ...], np.dtype[np.generic]]", whole)
+        kept: Array = array.copy() if copied else array
     else:
         dtype, local = describe(name, tensor)
-        memory, kept = _bytes_of(tensor)
+        kept = tensor if tensor.is_contiguous() else bits(tensor).contiguous()
+        if copied and kept.data_ptr() == tensor.data_ptr():
+            kept = bits(kept).clone()
     if not piece.box and not piece.shape:
-        return dtype, local, tuple((0, n) for n in local), memory, kept
+        return dtype, local, tuple((0, n) for n in local), kept
     shape, box = tuple(piece.shape), tuple((int(b), int(e)) for b, e in piece.box)
     inside = len(shape) == len(box) and all(0 <= b <= e <= n for (b, e), n in zip(box, shape, strict=True))
     if not inside or tuple(e - b for b, e in box) != local:
@@ -218,13 +217,11 @@ def _piece(piece: Slice) -> tuple[str, tuple[int, ...], Box, U8, object]:
             f"tensor {name}: box {[list(b) for b in box]} of shape {list(shape)} with {list(local)} elements here; "
             "expected a box inside the shape, of as many elements"
         )
-    return dtype, shape, box, memory, kept
+    return dtype, shape, box, kept
 
 
-def _bytes_of(tensor: torch.Tensor) -> tuple[U8, object]:
-    whole = tensor.detach()
-    if not whole.is_contiguous():
-        whole = bits(whole).contiguous()
-    if whole.device.type != "cpu":
-        whole = bits(whole).cpu()
-    return view(whole.data_ptr(), whole.numel() * whole.element_size()), whole
+def cut(kept: Array, width: int, shape: Sequence[int], box: tuple[slice, ...]) -> Array:
+    """Return a box of what is held, copied, where that is. width, shape: of its elements, as integers."""
+    if isinstance(kept, np.ndarray):
+        return np.ascontiguousarray(kept.reshape(-1).view(np.uint8).view(f"<u{width}").reshape(shape)[box])
+    return bits(kept).reshape(tuple(shape))[box].contiguous()

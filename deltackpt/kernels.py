@@ -182,7 +182,15 @@ def _element(segments: Segments, at: I64) -> U64:
     """Return the index in its tensor of each element, given its index in all elements of the rows."""
     first = np.cumsum(segments.count) - segments.count
     row = np.searchsorted(first, at, side="right") - 1
-    return (at - first[row] + first_elements(segments)[row]).astype(np.uint64)
+    boxes, inside = segments.boxes, at - first[row] + segments.start[row]
+    if boxes is None or segments.box is None:
+        return inside.astype(np.uint64)
+    box = segments.box[row]
+    found = boxes.offset[box]
+    for level in range(boxes.extent.shape[1] - 1, -1, -1):
+        inside, index = np.divmod(inside, boxes.extent[box, level])
+        found = found + index * boxes.stride[box, level]
+    return found.astype(np.uint64)
 
 
 def _row_sums(segments: Segments, terms: U64, at: I64) -> U64:

@@ -152,6 +152,10 @@ class Partition:
         """Number of the first group of each part, and at the end the number of groups."""
         return self._groups[1]
 
+    def groups_of(self, part: int) -> range:
+        """Return the groups of a part."""
+        return range(*self.group_begin[part : part + 2].tolist())
+
     def part_of(self, group: int) -> int:
         """Return the part that a group belongs to."""
         return int(np.searchsorted(self.group_begin, group, side="right")) - 1

@@ -297,9 +297,9 @@ class Publisher:
 
     backend: see `tensors.choose`; choice: which it became and why, from the first publish on.
 
-    group: the ranks of a sharded trainer; then every call is made by all of them, see `publish`, and the base is in
-    host memory. frozen: with a group, what becomes of tensors of the serving checkpoint, or of the store, that no
-    rank holds: "refuse" names one, "carry" leaves them as they are.
+    group: the ranks of a sharded trainer; then every call is made by all of them, see `publish`; each rank has the
+    base of what it holds. frozen: with a group, what becomes of tensors of the serving checkpoint, or of the store,
+    that no rank holds: "refuse" names one, "carry" leaves them as they are.
 
     On a store that has versions already, it claims the next epoch, so that an earlier publisher is fenced; the first
     publish finds out by fingerprint which version the trainer holds, or rebuilds the head from the store.
@@ -328,13 +328,12 @@ class Publisher:
         self._collective: Collective | None = None
         self._backend, self.choice = backend, cast("Choice | None", None)
         if group is not None:
-            if backend not in ("auto", "cpu"):
-                raise ConfigError(f"backend {backend!r} with a group: ranks encode in host memory; leave it out")
             from deltackpt.collective import Collective
 
             self._collective = Collective(
                 url, group, serving=serving, run_id=run_id, resume=resume, new_lineage=new_lineage,
-                codec=codec, form=form, frozen=frozen, anchors=anchors, threads=threads,
+                codec=codec, form=form, frozen=frozen, anchors=anchors, threads=threads, backend=backend,
+                base_in_host=self._base_in_host,
             )  # fmt: skip
             return
         self._where, self._codec, self._form, self._anchors = url, codec, form, anchors
@@ -360,8 +359,9 @@ class Publisher:
         the base is what it was.
 
         With a group: what this rank holds, as DTensors, `Slice`s, or whole tensors under names that are split over the
-        ranks in any way, in host memory (those of a GPU are copied there). A mapping or list is read where it lies; of
-        another iterable, each tensor is copied as it comes and may be freed. Returns, or raises, on all ranks alike.
+        ranks in any way, those of a rank all on one device. A mapping or list is read where it lies; of another
+        iterable, each tensor is copied as it comes, on its device, and may be freed. Returns, or raises, on all ranks
+        alike.
         """
         return self.submit(params, step=step, metadata=metadata).result()
 

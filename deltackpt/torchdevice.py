@@ -13,19 +13,20 @@ import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from deltackpt.backend import HostEncoding, Piece, Staged, decode_group, encode_extracted
+from deltackpt.backend import HostEncoding, Piece, Staged, box_address, decode_group, encode_extracted
 from deltackpt.digest import U64
 from deltackpt.errors import ConfigError, DeltaError, Poisoned
 from deltackpt.kernels import DENSE, U16, extracted, view
 from deltackpt.layout import I64, TILE, Layout, Segments, Tiling
-from deltackpt.pool import PIECE, in_order
+from deltackpt.partition import Partition
+from deltackpt.pool import PIECE, in_order, row_addresses
 from deltackpt.shard import Fetched, Frame
 
 if TYPE_CHECKING:
@@ -144,19 +145,31 @@ class Torch:
 
     def encode(self, layout: Layout, old: U64, new: U64, *, codec: str, form: str) -> HostEncoding:
         """See backend.Device."""
-        pieces = self._extract(layout, old, new)
+        pieces = self._extract(layout, range(len(layout.groups)), row_addresses, old, new)
         groups = encode_extracted(layout, 0, pieces, codec=codec, form=form, threads=self.threads)
-        return HostEncoding(self, layout, groups)
+        return HostEncoding(self, layout, groups, partial(self.apply, layout))
 
-    def _extract(self, layout: Layout, old: U64, new: U64) -> Generator[Piece]:
+    def encode_part(
+        self, partition: Partition, part: int, old: U64, new: U64, *, codec: str, form: str
+    ) -> HostEncoding:
+        """See backend.Device."""
+        pieces = self._extract(partition, partition.groups_of(part), box_address(partition, part), old, new)
+        groups = encode_extracted(partition, part, pieces, codec=codec, form=form, threads=self.threads)
+        return HostEncoding(self, partition, groups, partial(self._apply_part, partition, part))
+
+    def _extract(
+        self, tiling: Tiling, groups: range, address: Callable[[Segments, U64], U64], old: U64, new: U64
+    ) -> Generator[Piece]:
         """Yield what changed, piece by piece. Torch is called in the thread of the caller, on its stream."""
-        yield from in_order(_columns, self._differences(layout, old, new), self.threads)
+        yield from in_order(_columns, self._differences(tiling, groups, address, old, new), self.threads)
 
-    def _differences(self, layout: Layout, old: U64, new: U64) -> Iterator[_Difference]:
-        for group, segments in enumerate(layout.groups):
-            for rows in segments.cut(PIECE):
+    def _differences(
+        self, tiling: Tiling, groups: range, address: Callable[[Segments, U64], U64], old: U64, new: U64
+    ) -> Iterator[_Difference]:
+        for group in groups:
+            for rows in tiling.groups[group].cut(PIECE):
                 with self._words(ConfigError, "free memory of the device, or move the tensors to the CPU"):
-                    before, after = self._gather(rows, old), self._gather(rows, new)
+                    before, after = (self._gather(rows, address(rows, side)) for side in (old, new))
                     at = (before != after).nonzero().view(-1)
                     found = (at.int().cpu(), before[at].cpu(), after[at].cpu())
                 unsigned = f"<u{rows.width}"
@@ -165,12 +178,11 @@ class Torch:
                     found[1].numpy().view(unsigned), found[2].numpy().view(unsigned),
                 )  # fmt: skip
 
-    def _gather(self, rows: Segments, tensors: U64) -> torch.Tensor:
+    def _gather(self, rows: Segments, begins: U64) -> torch.Tensor:
         """Return all elements of the rows, one after the other, as integers of their width."""
         import torch
 
         width = rows.width
-        begins = tensors[rows.tensor] + (rows.start * width).astype(np.uint64)
         sizes = (rows.count * width).tolist()
         parts = [self._bytes(begin, nbytes) for begin, nbytes in zip(begins.tolist(), sizes, strict=True)]
         joined = parts[0] if len(parts) == 1 and _aligned(parts[0], width) else torch.cat(parts)
@@ -209,18 +221,40 @@ class Torch:
 
     def _flip(self, flips: _Flips, layout: Layout, tensors: U64) -> U64:
         """Write; returns what that added to the fingerprint of each row."""
+        rows, element = flips.rows, _in_tensors(flips)
+        before, after = self._write(flips, element, tensors[rows.tensor], layout.nbytes[rows.tensor])
+        return _sums(_changes(rows.width, element, before, after), flips.count)
+
+    def _apply_part(self, partition: Partition, part: int, staged: Sequence[object], boxes: U64) -> U64:
+        """Flip bits of the boxes of a part; returns what that added to the fingerprint of each tensor."""
+        first, total = int(partition.box_begin[part]), np.zeros(len(partition.layout.names), np.uint64)
+        with self._words(Poisoned, "reseed"):
+            for group in staged:
+                assert isinstance(group, StagedGroup)
+                for flips in _flips(partition.groups[group.group], group):
+                    rows = flips.rows
+                    assert rows.box is not None
+                    nbytes = partition.boxes.extent[rows.box].prod(axis=1) * rows.width
+                    before, after = self._write(flips, flips.element, boxes[rows.box - first], nbytes)
+                    np.add.at(
+                        total, rows.tensor, _sums(_changes(rows.width, _in_tensors(flips), before, after), flips.count)
+                    )
+        return total
+
+    def _write(
+        self, flips: _Flips, element: torch.Tensor, begins: U64, sizes: I64
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write elements of memories, one a row; returns them as they were and as they are."""
         import torch
 
-        rows, width = flips.rows, flips.rows.width
-        element = _in_tensors(flips)
-        places = tensors[rows.tensor].tolist(), layout.nbytes[rows.tensor].tolist()
-        memories = [self._bytes(address, nbytes) for address, nbytes in zip(*places, strict=True)]
+        width = flips.rows.width
+        memories = [self._bytes(address, n) for address, n in zip(begins.tolist(), sizes.tolist(), strict=True)]
         where = torch.split(element, flips.count.tolist())
         before = torch.cat([_read(memory, at, width) for memory, at in zip(memories, where, strict=True)])
         after = before ^ flips.value
         for memory, at, values in zip(memories, where, torch.split(after, flips.count.tolist()), strict=True):
             _write(memory, at, width, values)
-        return _sums(_changes(width, element, before, after), flips.count)
+        return before, after
 
     # ------------------------------------------------------------ fingerprints
 
@@ -231,6 +265,24 @@ class Torch:
             for group in layout.groups:
                 for rows in group.cut(PIECE):
                     total[rows.tensor] += self._fingerprint(rows, tensors)
+        return total
+
+    def part_fingerprints(self, partition: Partition, part: int, boxes: U64) -> U64:
+        """See backend.Device. Element by element, since those of a box need not lie side by side in their tensor."""
+        import torch
+
+        first, address = int(partition.box_begin[part]), box_address(partition, part)
+        total = np.zeros(len(boxes), np.uint64)
+        with self._words(ConfigError, "free memory of the device, or move the tensors to the CPU"):
+            for group in partition.groups_of(part):
+                for rows in partition.groups[group].cut(PIECE):
+                    assert rows.box is not None
+                    value = _zero_extended(self._gather(rows, address(rows, boxes)), rows.width)
+                    element = torch.arange(len(value), device=self.device)
+                    element += _repeat(rows.start - (np.cumsum(rows.count) - rows.count), rows.count, self.device)
+                    at = _in_tensors(_Flips(rows, rows.count, element, value))
+                    terms = _changes(rows.width, at, torch.zeros_like(value), value)
+                    np.add.at(total, rows.box - first, _sums(terms, rows.count))
         return total
 
     def _fingerprint(self, rows: Segments, tensors: U64) -> U64:

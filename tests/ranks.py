@@ -5,6 +5,7 @@ Run as a script, this module is the warm process. Each order starts a child that
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -43,9 +44,21 @@ def state(step: int) -> Arrays:
     return found
 
 
-def share(kind: str, rank: int, size: int, weights: Arrays) -> Any:
-    """Return what a rank of `size` holds of the weights, as it gives it to the publisher."""
+DEVICE = os.environ.get("DELTACKPT_TEST_DEVICE", "cpu")
+"""Where ranks have their tensors; see helpers.DEVICE."""
+
+
+def share(kind: str, rank: int, size: int, weights: Any, on: str = "") -> Any:
+    """Return what a rank of `size` holds of the weights, as it gives it to the publisher.
+
+    on: the torch device on which it has them; "": in arrays.
+    """
     from deltackpt.holding import Slice
+
+    if on:
+        import torch
+
+        weights = {name: torch.from_numpy(array.copy()).to(on) for name, array in weights.items()}
 
     def rows(name: str, part: int, parts: int) -> Slice:
         whole = weights[name]
@@ -81,10 +94,10 @@ def share(kind: str, rank: int, size: int, weights: Arrays) -> Any:
     raise AssertionError(kind)
 
 
-def _stream(weights: Arrays, names: list[str]) -> Iterator[tuple[str, Any]]:
+def _stream(weights: Any, names: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield tensors in a buffer that is filled anew for each: who keeps one without a copy loses it."""
     for name in names:
-        buffer = weights[name].copy()
+        buffer = copy.deepcopy(weights[name])
         yield name, buffer
         buffer[...] = -1
 
@@ -193,6 +206,7 @@ def _rank(order: dict[str, Any], rank: int, port: int, output: Path) -> None:
     else:
         group = Group.tcp("127.0.0.1", port, rank=rank, size=size, lease_s=lease_s)
     publisher = Publisher(order["store"], group=group, run_id="run", threads=1, **order["options"])
+    on = DEVICE if DEVICE != "cpu" else "cpu" if order["options"].get("backend") == "torch" else ""
     if order["options"]["anchors"]:
         anchor.ANCHOR_SHARE = 0.0  # due after every version
     with output.open("a") as file:
@@ -203,7 +217,8 @@ def _rank(order: dict[str, Any], rank: int, port: int, output: Path) -> None:
                 weights["out"] = weights["out"] ^ np.int16(64)
             began = time.monotonic()
             try:
-                manifest = publisher.publish(share(order["kind"], rank, size, weights), step=order["named"] or step)
+                given = share(order["kind"], rank, size, weights, on)
+                manifest = publisher.publish(given, step=order["named"] or step)
                 found = ["version", manifest.version, manifest.kind]
             except DeltaError as exc:
                 found = ["error", type(exc).__name__, str(exc)]

@@ -72,9 +72,15 @@ def anchors(store: Path) -> dict[int, Anchor]:
 # ---------------------------------------------------------------- however the weights are cut
 
 
-@pytest.mark.parametrize("kind", ["replicas", "rows", "columns", "hsdp", "experts", "stages", "mixed"])
-def test_ranks_publish_what_one_process_would(warm: ranks.Ranks, tmp_path: Path, kind: str) -> None:
-    outcome = warm.run(tmp_path, kind, [0, 1, 2])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        *((kind, "auto") for kind in ("replicas", "rows", "columns", "hsdp", "experts", "stages", "mixed")),
+        *((kind, "torch") for kind in ("stages", "mixed")),
+    ],
+)
+def test_ranks_publish_what_one_process_would(warm: ranks.Ranks, tmp_path: Path, kind: str, backend: str) -> None:
+    outcome = warm.run(tmp_path, kind, [0, 1, 2], backend=backend)
     assert outcome.codes == [0, 0, 0, 0], outcome.logs
     assert [outcome.versions(rank) for rank in range(4)] == [[0, 1, 2]] * 4
     exact(tmp_path / "store", {0: 0, 1: 1, 2: 2})

@@ -39,7 +39,7 @@ def test_small_tensors_that_lie_side_by_side_are_read_together(tmp_path: Path) -
             box = (cut if t < 990 else rows)[rank]
             sources[t].append(Source(store, key, 24 * t, box, 24_000))
             boxes.append(np.ascontiguousarray(values[t][tuple(slice(*d) for d in box)]).reshape(-1).view(np.uint8))
-        put_piece(store, key, boxes, np.zeros(1000, np.uint64), lambda: None)
+        put_piece(store, key, lambda _, boxes=boxes: iter(boxes), np.zeros(1000, np.uint64), lambda: None)
     steps: list[int] = []
     file = ShardFile("model.safetensors", tuple(range(1000)))
     made = put_assembled(store, "data/copy", layout, file, sources, lambda: steps.append(1))
